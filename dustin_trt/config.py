@@ -1,0 +1,226 @@
+"""The calibrated configuration `dustin.json`, and what identifies the models it was made for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message says what to change."""
+
+
+class Head(NamedTuple):
+    """A query head: `layer` and `head`, both counted from 0."""
+
+    layer: int
+    head: int
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The shape of a decoder: all that the layers above a model need to know of it.
+
+    `vocab_size` is the width of the logits, padding included; `max_positions` the number of
+    positions the rotary embedding was made for.
+    """
+
+    architecture: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    max_positions: int
+
+    def kv_head(self, head: int) -> int:
+        """The KV head that query head `head` reads (grouped-query attention)."""
+        return head // (self.num_heads // self.num_kv_heads)
+
+    def all_heads(self, layers: range | list[int] | None = None) -> tuple[Head, ...]:
+        """Every query head of `layers` (of all layers when None)."""
+        layers = range(self.num_layers) if layers is None else layers
+        return tuple(Head(layer, head) for layer in layers for head in range(self.num_heads))
+
+    def check_heads(self, heads: tuple[Head, ...], what: str) -> None:
+        """Raise ConfigError for a head this model does not have."""
+        for layer, head in heads:
+            if not (0 <= layer < self.num_layers and 0 <= head < self.num_heads):
+                raise ConfigError(
+                    f"{what}: the model has no head ({layer}, {head}); it has layers "
+                    f"0–{self.num_layers - 1} of heads 0–{self.num_heads - 1}"
+                )
+
+
+class DustinConfig(BaseModel):
+    """What one verification pass reads, for one (target, draft) pair.
+
+    Attributes
+    ----------
+    target_heads, draft_heads : semantic retrieval heads whose attention scores the history, as
+        (layer, query head)
+    budget : k, history tokens read in one verification pass, sink and window included
+    lookahead : m, the part of the budget the draft's scores choose; None means half of what
+        sink and window leave
+    sink, window : first and last history tokens that are always read
+    gamma : draft tokens a step
+    join : how the two signals meet: "split" (top-m of the lookahead, then fill: the paper) or
+        "sum" (a weighted sum of the normalised scores)
+    lookahead_weight : weight of the lookahead in the sum
+    calibrated : False for a default that nobody searched for
+    arr : windowed attention recovery rate reached in calibration
+    target, draft : shapes of the models it was made for, checked at load
+    tokenizer : fingerprint of their tokenizer, checked at load
+    provenance : how it was made (texts, lengths, seed, versions)
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: Literal[1] = 1
+    target_heads: tuple[Head, ...] = ()
+    draft_heads: tuple[Head, ...] = ()
+    budget: int = Field(default=512, ge=1)
+    lookahead: int | None = Field(default=None, ge=0)
+    sink: int = Field(default=4, ge=0)
+    window: int = Field(default=16, ge=0)
+    gamma: int = Field(default=4, ge=1)
+    join: Literal["split", "sum"] = "split"
+    lookahead_weight: float = Field(default=0.5, ge=0, le=1)
+    calibrated: bool = True
+    arr: float | None = Field(default=None, ge=0, le=1)
+    target: dict[str, Any] | None = None
+    draft: dict[str, Any] | None = None
+    tokenizer: str | None = None
+    provenance: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _budget_has_room(self) -> DustinConfig:
+        if self.budget <= self.sink + self.window:
+            raise ValueError(
+                f"budget {self.budget} leaves nothing to choose beside sink {self.sink} and "
+                f"window {self.window}: make it larger than {self.sink + self.window}"
+            )
+        if self.lookahead is not None and self.lookahead > self.free:
+            raise ValueError(
+                f"lookahead {self.lookahead} is more than the {self.free} tokens that sink and "
+                f"window leave of budget {self.budget}"
+            )
+        return self
+
+    @property
+    def free(self) -> int:
+        """Tokens of the budget that are chosen by score."""
+        return self.budget - self.sink - self.window
+
+    @property
+    def lookahead_tokens(self) -> int:
+        """m, with the default resolved."""
+        return self.free // 2 if self.lookahead is None else self.lookahead
+
+    @classmethod
+    def make(cls, **fields: Any) -> DustinConfig:
+        """Build from keyword arguments; ConfigError names the wrong field in one line."""
+        try:
+            return cls(**fields)
+        except ValidationError as error:
+            raise ConfigError(one_line(error)) from error
+
+    def replace(self, **fields: Any) -> DustinConfig:
+        """A checked copy with other values."""
+        return self.make(**{**self.model_dump(), **fields})
+
+    @classmethod
+    def load(cls, path: str | Path) -> DustinConfig:
+        """Read `dustin.json`.
+
+        Raises
+        ------
+        ConfigError
+            Missing file, malformed JSON, unknown field, wrong value.
+        """
+        try:
+            fields = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"cannot read configuration {path}: {error.strerror}") from error
+        except ValueError as error:
+            raise ConfigError(f"configuration {path} is not JSON: {error}") from error
+        if not isinstance(fields, dict):
+            raise ConfigError(f"configuration {path} is not a JSON object")
+        try:
+            return cls.make(**fields)
+        except ConfigError as error:
+            raise ConfigError(f"configuration {path}: {error}") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write `dustin.json` (beside it first, then renamed, so that no half file is left)."""
+        path = Path(path)
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        partial.replace(path)
+
+    def check(self, target: ModelSpec, draft: ModelSpec | None, tokenizer: str | None) -> None:
+        """Refuse models other than those the configuration was made for.
+
+        Raises
+        ------
+        ConfigError
+            Names the model and the first field that differs, or the unknown head.
+        """
+        _check_spec("target", self.target, target)
+        if draft is not None:
+            _check_spec("draft", self.draft, draft)
+            draft.check_heads(self.draft_heads, "draft_heads")
+        target.check_heads(self.target_heads, "target_heads")
+        if self.tokenizer and tokenizer and self.tokenizer != tokenizer:
+            raise ConfigError(
+                "the configuration was made with another tokenizer: calibrate this pair, or use "
+                "the checkpoint it was made for"
+            )
+
+
+def _check_spec(role: str, made_for: dict[str, Any] | None, model: ModelSpec) -> None:
+    for name, value in asdict(model).items():
+        if made_for is not None and made_for.get(name) != value:
+            raise ConfigError(
+                f"the configuration was made for another {role}: {name} is {value} here and "
+                f"{made_for.get(name)} there; calibrate this pair, or use the right checkpoint"
+            )
+
+
+def default_config(target: ModelSpec, draft: ModelSpec | None, **fields: Any) -> DustinConfig:
+    """What is used before a calibration exists: every head of a few layers in mid-depth.
+
+    Nobody searched for these heads. Scoring every head finds more; a calibrated handful costs less.
+    """
+    return DustinConfig.make(
+        target_heads=target.all_heads(_middle_layers(target)),
+        draft_heads=draft.all_heads(_middle_layers(draft)) if draft else (),
+        calibrated=False,
+        **fields,
+    )
+
+
+def _middle_layers(spec: ModelSpec) -> list[int]:
+    return sorted({round(spec.num_layers * share) for share in (0.3, 0.5, 0.7)})
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """SHA-256 over the token → id map, the part of a tokenizer that both models must share."""
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=False)
+    return hashlib.sha256(vocabulary.encode()).hexdigest()
+
+
+def one_line(error: ValidationError) -> str:
+    """Pydantic's findings as `field: what is wrong`, joined by semicolons."""
+    lines = []
+    for finding in error.errors():
+        place = ".".join(str(part) for part in finding["loc"])
+        message = finding["msg"].removeprefix("Value error, ")
+        lines.append(f"{place}: {message}" if place else message)
+    return "; ".join(lines)

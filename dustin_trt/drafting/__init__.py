@@ -1,0 +1,19 @@
+"""Where draft tokens come from."""
+
+from dustin_trt.drafting.base import Batch, Drafter, Proposal
+from dustin_trt.drafting.draft_model import DraftModel, LayerSkipDraft
+from dustin_trt.drafting.lookup import LookupDrafter
+from dustin_trt.drafting.none import NoDrafter
+
+DRAFTERS: tuple[type[Drafter], ...] = (NoDrafter, LookupDrafter, LayerSkipDraft, DraftModel)
+
+__all__ = [
+    "DRAFTERS",
+    "Batch",
+    "DraftModel",
+    "Drafter",
+    "LayerSkipDraft",
+    "LookupDrafter",
+    "NoDrafter",
+    "Proposal",
+]

@@ -1,0 +1,136 @@
+"""Drafts from a language model: a separate one, or the target without some layers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dustin_trt import ops
+from dustin_trt.drafting.base import Batch, Drafter, Proposal, no_drafts
+from dustin_trt.engines.base import Dense, Engine, Indices, Selection
+from dustin_trt.sampling import draft_probabilities, sample
+
+
+class DraftModel(Drafter):
+    """A separate draft model with its own cache.
+
+    Parameters
+    ----------
+    engine : the draft model; its retrieval heads give the lookahead scores
+    target_vocab_size : width of the target's logits; a draft vocabulary padded to another width is
+        cut or filled up to it, so that nothing is drafted that the target does not have
+    cache_window : history tokens the draft itself reads, sink included (MagicDec, arXiv
+        2408.11049); None reads all. Its cache keeps everything either way: the lookahead scores
+        the whole history.
+    sink : of them, the first ones
+    prefill_chunk : prompt tokens a forward pass
+    """
+
+    has_lookahead = True
+
+    def __init__(
+        self,
+        engine: Engine,
+        target_vocab_size: int,
+        *,
+        cache_window: int | None = None,
+        sink: int = 4,
+        prefill_chunk: int = 512,
+    ) -> None:
+        if cache_window is not None and cache_window <= sink:
+            raise ValueError(f"draft window {cache_window} must be larger than its sink {sink}")
+        self.engine = engine
+        self.target_vocab_size = target_vocab_size
+        self.cache_window = cache_window
+        self.sink = sink
+        self.prefill_chunk = prefill_chunk
+
+    def admit(self, slot: int, tokens: Sequence[int], reserve: int) -> None:
+        """Prefill the draft's own cache."""
+        self.engine.cache.reserve(slot, reserve)
+        self.engine.prefill(slot, tokens, chunk=self.prefill_chunk)
+
+    def commit(self, slots: Tensor, counts: Tensor) -> None:
+        """Move the draft's lengths with the target's."""
+        self.engine.commit(slots, counts)
+
+    def propose(self, batch: Batch, gamma: int) -> Proposal:
+        """Γ forward passes; the queries they leave behind score the history in one go."""
+        started = time.perf_counter()
+        counts = batch.limits.clamp(max=gamma)
+        # A row at its limit still looks ahead from its last token, so that what it reads does not
+        # depend on whether its neighbours draft.
+        looks = counts.clamp(min=1) if self.want_lookahead else counts
+        steps = int(looks.max())
+        if steps == 0:
+            return no_drafts(batch)
+        tokens, probs, queries = [], [], []
+        window = self._first_window(batch)
+        for i in range(steps):
+            offset = i + 1 - window.shape[1]
+            logits, q = self.engine.propose_step(
+                batch.slots, window, offset, self._reading(batch.slots, offset)
+            )
+            # A draft that overflows is a bad draft, no more: verification judges what it proposes.
+            logits = _fit_vocabulary(logits.nan_to_num(), self.target_vocab_size)
+            p = draft_probabilities(logits, batch.sampling)
+            token = sample(logits, p, batch.uniforms[:, i], batch.sampling)
+            tokens.append(token)
+            probs.append(p)
+            queries.append(q)
+            window = token[:, None]
+        drafted = time.perf_counter()
+        scores = None
+        if self.want_lookahead:
+            stashed = torch.stack(queries, 1)
+            scores = self.engine.attention_scores(batch.slots, stashed, looks)
+        width = int(counts.max())
+        return Proposal(
+            tokens=torch.stack(tokens, 1)[:, :width],
+            counts=counts,
+            probs=torch.stack(probs, 1)[:, :width] if probs[0] is not None else None,
+            lookahead_scores=scores,
+            seconds={"draft": drafted - started, "score": time.perf_counter() - drafted},
+        )
+
+    def _first_window(self, batch: Batch) -> Tensor:
+        # When every draft of the last step was accepted, its last one is not in this cache yet.
+        # Running the token before `last` again repairs that for all rows alike.
+        return torch.stack([batch.previous, batch.last], 1)
+
+    def _reading(self, slots: Tensor, offset: int) -> Selection:
+        if self.cache_window is None:
+            return Dense()
+        lengths = self.engine.cache.lengths[slots] + offset
+        return Indices(
+            *ops.select_tokens(None, None, lengths, self.cache_window, 0, self.sink, 0)
+        )
+
+
+class LayerSkipDraft(DraftModel):
+    """The target without some layers, on the target's own cache.
+
+    It reads the history the target wrote, and its own drafts' keys lie where verification
+    overwrites them: no second prefill, nothing to commit, and its lookahead scores the target's
+    own keys (Draft & Verify, arXiv 2309.08168).
+    """
+
+    def admit(self, slot: int, tokens: Sequence[int], reserve: int) -> None:
+        """The target's prefill serves both."""
+
+    def commit(self, slots: Tensor, counts: Tensor) -> None:
+        """The target's lengths serve both."""
+
+    def _first_window(self, batch: Batch) -> Tensor:
+        return batch.last[:, None]
+
+
+def _fit_vocabulary(logits: Tensor, size: int) -> Tensor:
+    """Cut or fill `[B, V_draft]` logits to the target's width; filled tokens have no chance."""
+    missing = size - logits.shape[1]
+    if missing <= 0:
+        return logits[:, :size]
+    return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))

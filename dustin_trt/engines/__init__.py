@@ -1,0 +1,1 @@
+"""Backends behind one small interface."""

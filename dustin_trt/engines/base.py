@@ -1,0 +1,176 @@
+"""What the decoding loop asks of a backend, and the plain data that passes between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from dustin_trt.config import Head, ModelSpec
+from dustin_trt.kv_cache import PagedKVCache
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Read the whole history."""
+
+
+@dataclass(frozen=True)
+class Indices:
+    """Read these history tokens, worked out beforehand.
+
+    indices : Tensor `[B, k]` int32, distinct, ascending, padded with -1
+    counts : Tensor `[B]` int32
+    """
+
+    indices: Tensor
+    counts: Tensor
+
+
+@dataclass(frozen=True)
+class Dustin:
+    """Score the history and choose from it inside the engine, just before reading.
+
+    history_queries : Tensor `[B, P, D]`, the target's retrieval-head queries of the last cached
+        token, or None to leave the history signal out
+    lookahead_scores : Tensor `[B, N]` fp32 from the draft, or None to leave that signal out
+    budget, lookahead, sink, window : as in `ops.select_tokens`
+    join : "split" (top-m of the lookahead, then fill) or "sum" (of the normalised scores)
+    lookahead_weight : weight of the lookahead in the sum
+    """
+
+    history_queries: Tensor | None
+    lookahead_scores: Tensor | None
+    budget: int
+    lookahead: int
+    sink: int
+    window: int
+    join: Literal["split", "sum"] = "split"
+    lookahead_weight: float = 0.5
+
+
+Selection = Dense | Indices | Dustin
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What a verification pass returns.
+
+    logits : Tensor `[B, w, V]` fp32
+    srh_queries : Tensor `[B, w, P, D]`, the retrieval heads' queries of the window's tokens
+    coverage : Tensor `[B]` fp32, share of the history score that was read; NaN where the selection
+        did not score the history
+    counts : Tensor `[B]` int32, history tokens read
+    indices : Tensor `[B, k]` int32, which; None when all of them
+    seconds : time by part: "score", "select", "verify"
+    """
+
+    logits: Tensor
+    srh_queries: Tensor
+    coverage: Tensor
+    counts: Tensor
+    indices: Tensor | None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """What is known after a prompt is cached.
+
+    logits : Tensor `[V]` fp32, of the prompt's last token
+    srh_queries : Tensor `[P, D]`, of the prompt's last token
+    reused : prompt tokens that were cached already
+    """
+
+    logits: Tensor
+    srh_queries: Tensor
+    reused: int
+
+
+class NonFiniteError(RuntimeError):
+    """A forward pass produced NaN or infinite logits for one row; `where` names the place."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(
+            f"the model produced non-finite logits, first in {where}: check the checkpoint, or use "
+            "dtype float32 or bfloat16 instead of float16"
+        )
+        self.where = where
+
+
+class Engine(Protocol):
+    """A model, its cache and its retrieval heads, on some backend.
+
+    `slots` is always Tensor `[B]` int64: which sequences of the cache a call works on.
+    """
+
+    spec: ModelSpec
+    cache: PagedKVCache
+    srh_heads: tuple[Head, ...]
+
+    def prefill(
+        self,
+        slot: int,
+        tokens: Sequence[int],
+        *,
+        chunk: int,
+        progress: Callable[[int], None] | None = None,
+    ) -> Prefill:
+        """Cache a prompt, dense and in chunks, keeping what the slot already holds of it."""
+        ...
+
+    def verify(
+        self,
+        slots: Tensor,
+        tokens: Tensor,
+        selection: Selection,
+        heads: tuple[Head, ...] | None = None,
+    ) -> Verification:
+        """Run the window `tokens [B, w]` after each row's history; `lengths` do not move.
+
+        `heads` replaces the retrieval heads whose queries are returned.
+        """
+        ...
+
+    def propose_step(
+        self, slots: Tensor, tokens: Tensor, offset: int, selection: Selection
+    ) -> tuple[Tensor, Tensor]:
+        """Run `tokens [B, w]` at positions `lengths + offset`; for drafts.
+
+        Returns
+        -------
+        logits : Tensor `[B, V]` fp32, of the last token
+        srh_queries : Tensor `[B, P, D]`, of the last token
+        """
+        ...
+
+    def attention_scores(
+        self,
+        slots: Tensor,
+        queries: Tensor,
+        rows: Tensor | None = None,
+        heads: tuple[Head, ...] | None = None,
+    ) -> Tensor:
+        """Attention mass on every history token, summed over heads and query rows.
+
+        Parameters
+        ----------
+        queries : Tensor `[B, R, P, D]`
+        rows : Tensor `[B]`, how many of the R rows count, at least 1; None for all
+        heads : the P heads, where they are not the engine's own
+
+        Returns
+        -------
+        Tensor `[B, N]` fp32, N the longest history; 0 past a row's own
+        """
+        ...
+
+    def commit(self, slots: Tensor, counts: Tensor) -> None:
+        """Keep the first `counts [B]` tokens of the last window; the rest is forgotten."""
+        ...
+
+    def non_finite_place(self, slot: int, tokens: Tensor) -> str:
+        """Where in the model a pass over `tokens [w]` after a row's history first goes wrong."""
+        ...

@@ -1,0 +1,1 @@
+"""Untouched Hugging Face decoders, run with our attention and our cache."""

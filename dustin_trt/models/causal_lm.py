@@ -1,0 +1,204 @@
+"""A supported decoder behind one call: tokens and positions in, logits out."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from dustin_trt.config import ModelSpec
+from dustin_trt.models.attention import NAME, AttentionStep
+
+SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+class UnsupportedModelError(ValueError):
+    """A model whose attention is not plain causal softmax attention, or not known to be."""
+
+
+def check_supported(config: PretrainedConfig, architecture: str) -> None:
+    """Refuse by name what our attention would compute wrongly.
+
+    Raises
+    ------
+    UnsupportedModelError
+        Unknown class, sliding-window layers, soft-capped scores, rotary embeddings that depend on
+        the longest sequence of a batch.
+    """
+    if architecture not in SUPPORTED:
+        raise UnsupportedModelError(
+            f"{architecture} is not supported; supported are {', '.join(SUPPORTED)}"
+        )
+    sliding = [kind for kind in getattr(config, "layer_types", None) or () if "sliding" in kind]
+    windowed = getattr(config, "sliding_window", None) is not None
+    if sliding or (windowed and getattr(config, "use_sliding_window", True)):
+        raise UnsupportedModelError(
+            f"{architecture} with sliding-window attention (sliding_window="
+            f"{getattr(config, 'sliding_window', None)}) is not supported: its layers may not read "
+            "the whole history. If the checkpoint was trained with full attention, set "
+            "sliding_window to null in its config.json"
+        )
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(config, name, None) is not None:
+            raise UnsupportedModelError(f"{architecture} with {name} is not supported")
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind in ("dynamic", "longrope"):
+        raise UnsupportedModelError(
+            f"{architecture} with {kind} rotary scaling is not supported: positions would depend "
+            "on the longest sequence of the batch; use yarn, linear, llama3 or none"
+        )
+
+
+class CausalLM:
+    """A Hugging Face decoder that runs our attention.
+
+    Parameters
+    ----------
+    model : a model of one of the `SUPPORTED` classes. It is put into evaluation mode, and its
+        attention implementation is set to ours.
+
+    Attributes
+    ----------
+    spec : ModelSpec
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config = model.config
+        check_supported(config, type(model).__name__)
+        model.set_attn_implementation(NAME)
+        self.model = model.eval()
+        head_dim = getattr(config, "head_dim", None)
+        self.spec = ModelSpec(
+            architecture=type(model).__name__,
+            num_layers=config.num_hidden_layers,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=head_dim or config.hidden_size // config.num_attention_heads,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            max_positions=config.max_position_embeddings,
+        )
+        self.layers = tuple(range(self.spec.num_layers))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type of the weights, and so of the cache."""
+        return self.model.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.model.device
+
+    @torch.inference_mode()
+    def forward(
+        self, tokens: Tensor, positions: Tensor, step: AttentionStep, *, last_only: bool = False
+    ) -> Tensor:
+        """Run the decoder.
+
+        Parameters
+        ----------
+        tokens, positions : Tensor `[B, w]` int64
+        step : receives every layer's queries, keys and values
+        last_only : compute the logits of the last token only
+
+        Returns
+        -------
+        Tensor `[B, w or 1, V]` fp32
+        """
+        output = self.model(
+            input_ids=tokens,
+            position_ids=positions,
+            use_cache=False,
+            logits_to_keep=1 if last_only else 0,
+            step=step,
+        )
+        return output.logits.float()
+
+    def without_layers(self, skipped: Iterable[int]) -> CausalLM:
+        """The same weights without some layers: a self-draft that can share the cache.
+
+        Layer numbers stay those of the whole model (LayerSkip, arXiv 2404.16710; Draft & Verify,
+        arXiv 2309.08168).
+
+        Raises
+        ------
+        ValueError
+            A layer that does not exist, or no layer left.
+        """
+        skipped = set(skipped)
+        if unknown := sorted(skipped - set(self.layers)):
+            raise ValueError(
+                f"cannot skip layers {unknown}: the model has layers 0–{self.spec.num_layers - 1}"
+            )
+        kept = [layer for layer in self.layers if layer not in skipped]
+        if not kept:
+            raise ValueError("cannot skip every layer of the model")
+        draft = copy.copy(self)
+        draft.layers = tuple(kept)
+        draft.model = _shallow(self.model)
+        draft.model.model = _shallow(self.model.model)
+        draft.model.model.layers = nn.ModuleList(self.model.model.layers[i] for i in kept)
+        return draft
+
+    def first_non_finite(self, tokens: Tensor, positions: Tensor, step: AttentionStep) -> str:
+        """Where a forward pass first produces NaN or infinity: "embedding", "layer 3", "output"."""
+        found: list[str] = []
+
+        def watch(name: str) -> Any:
+            def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+                hidden = output[0] if isinstance(output, tuple) else output
+                if not found and not torch.isfinite(hidden).all():
+                    found.append(name)
+
+            return hook
+
+        inner = self.model.model
+        places = [("embedding", inner.embed_tokens)]
+        places += [(f"layer {i}", m) for i, m in zip(self.layers, inner.layers, strict=True)]
+        hooks = [module.register_forward_hook(watch(name)) for name, module in places]
+        try:
+            self.forward(tokens, positions, step)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return found[0] if found else "output"
+
+
+def _shallow(module: Any) -> Any:
+    """A copy of a module that shares its parameters but not its table of children."""
+    twin = copy.copy(module)
+    twin._modules = dict(module._modules)
+    return twin
+
+
+def load(
+    path: str | Path,
+    *,
+    dtype: torch.dtype | str = "auto",
+    device: torch.device | str = "cpu",
+) -> CausalLM:
+    """Load a checkpoint folder of Hugging Face's format; never runs code that comes with it.
+
+    Raises
+    ------
+    FileNotFoundError
+        No checkpoint there.
+    UnsupportedModelError
+        See `check_supported`; found before any weight is read.
+    """
+    path = Path(path)
+    if not (path / "config.json").is_file():
+        raise FileNotFoundError(f"{path} is no model folder: it has no config.json")
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    check_supported(config, (config.architectures or [type(config).__name__])[0])
+    model = AutoModelForCausalLM.from_pretrained(
+        path, config=config, dtype=dtype, attn_implementation=NAME, local_files_only=True
+    )
+    return CausalLM(model.to(device))

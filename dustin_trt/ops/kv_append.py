@@ -1,0 +1,38 @@
+"""`kv_append`: write the new tokens' keys and values into the paged cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dustin_trt.ops._library import define
+
+
+def reference(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, lengths: Tensor
+) -> None:
+    """Write `w` rows a slot at positions `lengths[b] … lengths[b] + w - 1`, in place.
+
+    Parameters
+    ----------
+    k, v : Tensor `[B, w, Hkv, D]`
+    k_cache, v_cache : Tensor `[pages, Hkv, page_size, D]`, written in place
+    page_table : Tensor `[B, max_pages]` int32
+    lengths : Tensor `[B]` int32, tokens cached before this call
+    """
+    page_size = k_cache.shape[2]
+    positions = lengths.long()[:, None] + torch.arange(k.shape[1], device=k.device)
+    page = page_table.gather(1, positions // page_size).long()
+    offset = positions % page_size
+    # Advanced indices around a slice put the indexed dimensions first: [B, w, Hkv, D].
+    k_cache[page, :, offset] = k.to(k_cache.dtype)
+    v_cache[page, :, offset] = v.to(v_cache.dtype)
+
+
+kv_append = define(
+    "kv_append",
+    "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor page_table, "
+    "Tensor lengths) -> ()",
+    reference,
+    shape=lambda k, v, k_cache, v_cache, page_table, lengths: None,
+)

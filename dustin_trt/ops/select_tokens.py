@@ -1,0 +1,92 @@
+"""`select_tokens`: which history tokens one verification pass may read."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dustin_trt.ops._library import define
+
+
+def reference(
+    target_scores: Tensor | None,
+    draft_scores: Tensor | None,
+    lengths: Tensor,
+    budget: int,
+    lookahead: int,
+    sink: int,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    """`I_sink ∪ I_window ∪ TopK_m(S_draft) ∪ fill(S_target)`, exactly `min(k, N)` tokens (step 3).
+
+    Parameters
+    ----------
+    target_scores, draft_scores : Tensor `[B, N]` fp32 or None. Without the draft's, the target's
+        fill everything; without the target's, the draft's do. Without both, the window grows to
+        fill the budget: sink + window, as in StreamingLLM.
+    lengths : Tensor `[B]` int32, history length of each row
+    budget : k, tokens to choose, sink and window included
+    lookahead : m, tokens taken by `draft_scores` before `target_scores` fill the rest
+    sink, window : the first and the last tokens of the history, always chosen;
+        `sink + window <= budget`
+
+    Returns
+    -------
+    indices : Tensor `[B, budget]` int32, ascending and distinct, padded with -1
+    counts : Tensor `[B]` int32, `min(budget, lengths[b])`
+
+    Notes
+    -----
+    Ties go to the lower index, so the result is a function of the scores alone.
+    """
+    device = lengths.device
+    if target_scores is None:
+        target_scores, draft_scores = draft_scores, None
+    if draft_scores is None:
+        lookahead = 0
+    if target_scores is None:
+        window = budget - sink
+    indices = torch.full((lengths.shape[0], budget), -1, dtype=torch.int32, device=device)
+    for b, length in enumerate(lengths.tolist()):
+        if length <= budget:
+            indices[b, :length] = torch.arange(length, dtype=torch.int32, device=device)
+            continue
+        chosen = torch.zeros(length, dtype=torch.bool, device=device)
+        chosen[:sink] = True
+        chosen[length - window :] = True
+        free = budget - sink - window
+        ahead = min(lookahead, free)
+        if draft_scores is not None and ahead:
+            _take_top(chosen, draft_scores[b, :length], ahead)
+        if target_scores is not None:
+            _take_top(chosen, target_scores[b, :length], free - ahead)
+        indices[b] = chosen.nonzero().squeeze(1)
+    return indices, lengths.clamp(max=budget)
+
+
+def _take_top(chosen: Tensor, scores: Tensor, count: int) -> None:
+    """Mark the `count` best tokens not chosen yet; the sort is stable, so ties keep their order."""
+    candidates = (~chosen).nonzero().squeeze(1)
+    order = scores[candidates].sort(descending=True, stable=True).indices
+    chosen[candidates[order[:count]]] = True
+
+
+def _shape(
+    target_scores: Tensor | None,
+    draft_scores: Tensor | None,
+    lengths: Tensor,
+    budget: int,
+    lookahead: int,
+    sink: int,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    return lengths.new_empty((lengths.shape[0], budget)), torch.empty_like(lengths)
+
+
+select_tokens = define(
+    "select_tokens",
+    "(Tensor? target_scores, Tensor? draft_scores, Tensor lengths, int budget, int lookahead, "
+    "int sink, int window) -> (Tensor, Tensor)",
+    reference,
+    shape=_shape,
+)

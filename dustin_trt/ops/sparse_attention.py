@@ -1,0 +1,63 @@
+"""`sparse_attention`: w queries over an index list of the history and the w new tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dustin_trt.ops._attend import attend_cpu, attend_reference, empty_like_queries
+from dustin_trt.ops._library import define
+from dustin_trt.ops._paging import gather, history
+
+
+def _implementation(attend):
+    def sparse_attention(
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, lengths: Tensor,
+        indices: Tensor, counts: Tensor, scale: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Attend to the indexed history and, causally, to the w new tokens (step 4).
+
+        Parameters
+        ----------
+        q : Tensor `[B, w, Hq, D]`, after rotary embedding
+        k_cache, v_cache : Tensor `[pages, Hkv, page_size, D]`, the new K and V included
+        page_table : Tensor `[B, max_pages]` int32
+        lengths : Tensor `[B]` int32, history length before the w new tokens
+        indices : Tensor `[B, k]` int32, distinct history positions, ascending; -1 pads
+        counts : Tensor `[B]` int32, how many of a row's indices count
+        scale : logit scale
+
+        Returns
+        -------
+        out : Tensor `[B, w, Hq, D]`
+        lse : Tensor `[B, w, Hq]` fp32
+        """
+        out, lse = empty_like_queries(q)
+        w = q.shape[1]
+        rows = zip(lengths.tolist(), counts.tolist(), strict=True)
+        for b, (length, count) in enumerate(rows):
+            caches = (k_cache, v_cache)
+            if count == length:  # the whole history: read it in place, exactly as dense does
+                k, v = (history(cache, page_table[b], length + w) for cache in caches)
+            else:
+                new = torch.arange(length, length + w, dtype=indices.dtype, device=q.device)
+                positions = torch.cat([indices[b, :count], new])
+                k, v = (gather(cache, page_table[b], positions) for cache in caches)
+            out[b], lse[b] = attend(q[b], k, v, scale)
+        return out, lse
+
+    return sparse_attention
+
+
+reference = _implementation(attend_reference)
+
+sparse_attention = define(
+    "sparse_attention",
+    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor lengths, "
+    "Tensor indices, Tensor counts, float scale) -> (Tensor, Tensor)",
+    reference,
+    cpu=_implementation(attend_cpu),
+    shape=lambda q, k_cache, v_cache, page_table, lengths, indices, counts, scale: (
+        empty_like_queries(q)
+    ),
+)

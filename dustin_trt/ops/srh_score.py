@@ -1,0 +1,55 @@
+"""`srh_score`: attention mass that a few semantic retrieval heads put on each history token."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dustin_trt.ops._library import define
+from dustin_trt.ops._paging import history
+
+
+def reference(
+    queries: Tensor,
+    kv_heads: list[int],
+    k_cache: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    scale: float,
+    scores: Tensor,
+) -> None:
+    """Add one layer's attention to `scores`, in place:
+
+    `scores[b, j] += Σ_heads Σ_rows softmax_j(q · k_j · scale)` over `j < lengths[b]`
+    (Dustin, step 2 for the target, step 1 for the draft's R lookahead queries).
+
+    Parameters
+    ----------
+    queries : Tensor `[B, R, P, D]`, R rows of P query heads, after rotary embedding
+    kv_heads : the KV head that each of the P query heads reads
+    k_cache : Tensor `[pages, Hkv, page_size, D]`
+    page_table : Tensor `[B, max_pages]` int32
+    lengths : Tensor `[B]` int32; scores at and past `lengths[b]` are left alone
+    scale : logit scale, usually `D ** -0.5`
+    scores : Tensor `[B, N]` fp32, accumulated in place
+    """
+    groups: dict[int, list[int]] = {}
+    for column, kv_head in enumerate(kv_heads):
+        groups.setdefault(kv_head, []).append(column)
+    for b, length in enumerate(lengths.tolist()):
+        if length == 0:
+            continue
+        keys = history(k_cache, page_table[b], length)
+        for kv_head, columns in groups.items():
+            # Every query head and every row of a group shares one pass over K.
+            rows = queries[b][:, columns].flatten(0, 1).float()
+            logits = (rows @ keys[kv_head].float().T) * scale
+            scores[b, :length] += logits.softmax(-1).sum(0)
+
+
+srh_score = define(
+    "srh_score",
+    "(Tensor queries, int[] kv_heads, Tensor k_cache, Tensor page_table, Tensor lengths, "
+    "float scale, Tensor(a!) scores) -> ()",
+    reference,
+    shape=lambda queries, kv_heads, k_cache, page_table, lengths, scale, scores: None,
+)

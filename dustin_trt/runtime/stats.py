@@ -1,0 +1,123 @@
+"""What a request and a run cost."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class RequestStats:
+    """Counts of one request; ratios are derived, so that they cannot disagree with the counts.
+
+    Attributes
+    ----------
+    prompt_tokens, cached_prompt_tokens : prompt length, and how much of it was cached already
+    generated_tokens : tokens returned
+    steps : verification passes
+    step_tokens : tokens those passes committed
+    drafted, accepted : draft tokens verified, and accepted of them
+    history_read, history : history tokens read by verification, and those there were, over steps
+    coverage_sum, coverage_steps : of the steps whose coverage is known
+    prefill_seconds, decode_seconds : until the first token, and from there to the last
+    """
+
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+    step_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    history_read: int = 0
+    history: int = 0
+    coverage_sum: float = 0.0
+    coverage_steps: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    @property
+    def tau(self) -> float | None:
+        """τ: mean tokens committed a step."""
+        return _ratio(self.step_tokens, self.steps)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted share of the drafted tokens."""
+        return _ratio(self.accepted, self.drafted)
+
+    @property
+    def kv_read_share(self) -> float | None:
+        """History tokens that verification read, over those cached."""
+        return _ratio(self.history_read, self.history)
+
+    @property
+    def coverage(self) -> float | None:
+        """Mean share of the target's history score that was read: an online estimate of ARR."""
+        return _ratio(self.coverage_sum, self.coverage_steps)
+
+    def add_step(self, *, drafted: int, accepted: int, committed: int, read: int, history: int,
+                 coverage: float) -> None:  # fmt: skip
+        """Count one verification pass of this request."""
+        self.steps += 1
+        self.step_tokens += committed
+        self.drafted += drafted
+        self.accepted += accepted
+        self.history_read += read
+        self.history += history
+        if not math.isnan(coverage):
+            self.coverage_sum += coverage
+            self.coverage_steps += 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: the counts a reader wants and the ratios, rounded."""
+        counts = asdict(self)
+        for hidden in ("history_read", "history", "coverage_sum", "coverage_steps", "step_tokens"):
+            del counts[hidden]
+        ratios = {
+            name: None if (value := getattr(self, name)) is None else round(value, 4)
+            for name in ("tau", "acceptance_rate", "kv_read_share", "coverage")
+        }
+        seconds = {k: round(v, 4) for k, v in counts.items() if k.endswith("seconds")}
+        return counts | ratios | seconds
+
+
+@dataclass
+class RunStats:
+    """Totals of one run of the loop over all its requests.
+
+    Attributes
+    ----------
+    tokens : tokens committed by decoding steps
+    steps : steps of the loop, each over the whole batch
+    prefill_seconds : in prefill
+    seconds : of the steps, by part: draft, score, select, verify, accept
+    """
+
+    tokens: int = 0
+    steps: int = 0
+    prefill_seconds: float = 0.0
+    seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("draft", "score", "select", "verify", "accept"), 0.0)
+    )
+
+    @property
+    def decode_seconds(self) -> float:
+        """In decoding steps."""
+        return sum(self.seconds.values())
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Decoded tokens a second, over the batch, prefill left out."""
+        return _ratio(self.tokens, self.decode_seconds)
+
+    def add_seconds(self, *parts: dict[str, float]) -> None:
+        """Add times by part."""
+        for part in parts:
+            for name, value in part.items():
+                self.seconds[name] += value
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
