@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -42,6 +43,10 @@ class ModelSpec:
     def kv_head(self, head: int) -> int:
         """The KV head that query head `head` reads (grouped-query attention)."""
         return head // (self.num_heads // self.num_kv_heads)
+
+    def num_kv_heads_of(self, heads: Iterable[Head]) -> int:
+        """How many KV heads `heads` read: what scoring them costs, whatever their own number."""
+        return len({(layer, self.kv_head(head)) for layer, head in heads})
 
     def all_heads(self, layers: range | list[int] | None = None) -> tuple[Head, ...]:
         """Every query head of `layers` (of all layers when None)."""
@@ -124,7 +129,7 @@ class DustinConfig(BaseModel):
         return self.free // 2 if self.lookahead is None else self.lookahead
 
     @classmethod
-    def make(cls, **fields: Any) -> DustinConfig:
+    def make(cls, /, **fields: Any) -> DustinConfig:
         """Build from keyword arguments; ConfigError names the wrong field in one line."""
         try:
             return cls(**fields)
@@ -207,7 +212,8 @@ def default_config(target: ModelSpec, draft: ModelSpec | None, **fields: Any) ->
 
 
 def _middle_layers(spec: ModelSpec) -> list[int]:
-    return sorted({round(spec.num_layers * share) for share in (0.3, 0.5, 0.7)})
+    last = spec.num_layers - 1
+    return sorted({min(round(spec.num_layers * share), last) for share in (0.3, 0.5, 0.7)})
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

@@ -94,7 +94,8 @@ class PagedKVCache:
 
     def can_reserve(self, slot: int, tokens: int) -> bool:
         """Whether `reserve(slot, tokens)` succeeds now."""
-        return self._pages(tokens) - len(self._owned[slot]) <= len(self._free)
+        wanted = self._pages(tokens) - len(self._owned[slot])
+        return self.fits(tokens) and wanted <= len(self._free)
 
     def reserve(self, slot: int, tokens: int) -> None:
         """Give `slot` the pages for `tokens` in all; those it has stay where they are.

@@ -50,8 +50,12 @@ class DraftModel(Drafter):
 
     def admit(self, slot: int, tokens: Sequence[int], reserve: int) -> None:
         """Prefill the draft's own cache."""
+        last = self.engine.spec.vocab_size - 1
         self.engine.cache.reserve(slot, reserve)
-        self.engine.prefill(slot, tokens, chunk=self.prefill_chunk)
+        self.engine.prefill(slot, [min(t, last) for t in tokens], chunk=self.prefill_chunk)
+        # The first step runs the prompt's last token again and reads its window only, so what it
+        # writes there is not what a later prompt with the same beginning may reuse.
+        self.engine.cache.resident[slot].pop()
 
     def commit(self, slots: Tensor, counts: Tensor) -> None:
         """Move the draft's lengths with the target's."""
@@ -71,6 +75,8 @@ class DraftModel(Drafter):
         window = self._first_window(batch)
         for i in range(steps):
             offset = i + 1 - window.shape[1]
+            # Tokens of a target with a wider vocabulary mean nothing to the draft: any will do.
+            window = window.clamp(max=self.engine.spec.vocab_size - 1)
             logits, q = self.engine.propose_step(
                 batch.slots, window, offset, self._reading(batch.slots, offset)
             )

@@ -12,7 +12,6 @@ from dustin_trt import ops
 from dustin_trt.config import Head
 from dustin_trt.engines.base import (
     Dense,
-    Dustin,
     Indices,
     NonFiniteError,
     Prefill,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -192,13 +193,27 @@ def load(
         No checkpoint there.
     UnsupportedModelError
         See `check_supported`; found before any weight is read.
+    ValueError
+        Damaged weights.
     """
     path = Path(path)
     if not (path / "config.json").is_file():
         raise FileNotFoundError(f"{path} is no model folder: it has no config.json")
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    # Said outright: without it, transformers asks on the terminal and then runs the code.
+    own_code_only = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        config = AutoConfig.from_pretrained(path, **own_code_only)
+    except ValueError as error:
+        first = str(error).partition("\n")[0]
+        raise UnsupportedModelError(
+            f"{path} is not supported: {first} Code that comes with a checkpoint is never run; "
+            f"supported are {', '.join(SUPPORTED)}"
+        ) from error
     check_supported(config, (config.architectures or [type(config).__name__])[0])
-    model = AutoModelForCausalLM.from_pretrained(
-        path, config=config, dtype=dtype, attn_implementation=NAME, local_files_only=True
-    )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, attn_implementation=NAME, **own_code_only
+        )
+    except SafetensorError as error:
+        raise ValueError(f"the weights in {path} are damaged ({error}): fetch them again") from error
     return CausalLM(model.to(device))

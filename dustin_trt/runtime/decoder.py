@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -64,16 +64,18 @@ class Decoder:
         self.on_prefill = on_prefill
         self.stats = RunStats()
         self._running: list[Sequence] = []
+        self._busy = False
         drafter.want_lookahead = policy.needs_lookahead
 
-    def run(self, requests: Iterable[Request]) -> Iterator[Chunk]:
+    def run(self, requests: Iterable[Request]) -> Generator[Chunk, None, None]:
         """Serve requests in order, yielding what each step commits.
 
         Requests are taken from the iterable only when a slot is free. Closing the iterator early
         frees the slots.
         """
-        if self._running:
+        if self._busy:
             raise RuntimeError("this decoder is running already: finish or close that run first")
+        self._busy = True
         self.stats = RunStats()
         waiting = deque[Request]()
         source = iter(requests)
@@ -87,12 +89,13 @@ class Decoder:
             for sequence in self._running:
                 self.drafter.release(sequence.slot)
             self._running = []
+            self._busy = False
 
     def _step(self) -> Iterator[Chunk]:
         batch = self._batch()
         proposal = self.drafter.propose(batch, self.gamma)
         selection = self.policy.plan(self.target, batch, proposal)
-        window = torch.cat([batch.last[:, None], proposal.tokens], 1)
+        window = self._window(batch, proposal)
         verified = self.target.verify(batch.slots, window, selection)
         started = time.perf_counter()
         accepted, following = sampling.accept(
@@ -103,12 +106,23 @@ class Decoder:
             batch.uniforms[:, self.gamma :],
             batch.sampling,
         )
-        failures = self._failures(batch, window, verified)
+        failures = self._failures(batch, window, verified, accepted)
         self._commit(batch, proposal, verified, accepted, following, failures)
         self.stats.add_seconds(
             proposal.seconds, verified.seconds, {"accept": time.perf_counter() - started}
         )
         yield from self._chunks()
+
+    def _window(self, batch: Batch, proposal: Proposal) -> torch.Tensor:
+        """`[last, d_1 … d_Γ]` of each row.
+
+        Past its drafts a row repeats its last token: masked attention still multiplies what is
+        there by 0, so a neighbour's longer draft must not choose it.
+        """
+        last, drafts = batch.last[:, None], proposal.tokens
+        columns = torch.arange(drafts.shape[1], device=drafts.device)
+        drafts = torch.where(columns < proposal.counts[:, None], drafts, last)
+        return torch.cat([last, drafts], 1)
 
     def _batch(self) -> Batch:
         rows = self._running
@@ -166,12 +180,20 @@ class Decoder:
         self.stats.steps += 1
 
     def _failures(
-        self, batch: Batch, window: torch.Tensor, verified: Verification
+        self,
+        batch: Batch,
+        window: torch.Tensor,
+        verified: Verification,
+        accepted: torch.Tensor,
     ) -> dict[int, str]:
-        """Rows whose logits are NaN or infinite, and where in the model that began."""
-        finite = torch.isfinite(verified.logits).flatten(1).all(1)
+        """Rows whose logits are NaN or infinite, and where in the model that began.
+
+        Only what was used counts, not what lies past a row's accepted drafts.
+        """
+        finite = torch.isfinite(verified.logits).all(2)
+        used = torch.arange(window.shape[1], device=window.device) <= accepted[:, None]
         failures = {}
-        for b in (~finite).nonzero().flatten().tolist():
+        for b in (used & ~finite).any(1).nonzero().flatten().tolist():
             where = self.target.non_finite_place(int(batch.slots[b]), window[b])
             failures[b] = str(NonFiniteError(where))
         return failures

@@ -214,7 +214,7 @@ class LLM:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError("a text prompt needs a tokenizer: pass prompt_token_ids")
-            tokens = list(self.tokenizer(prompt).input_ids)
+            tokens = list(self.tokenizer(prompt, verbose=False).input_ids)
         elif isinstance(prompt, dict) and "prompt_token_ids" in prompt:
             tokens = list(prompt["prompt_token_ids"])
         else:
@@ -244,6 +244,14 @@ class LLM:
         """Totals of the last `generate` or `stream`."""
         return self.decoder.stats
 
+    @property
+    def scoring_share(self) -> float:
+        """Keys read to score the history in a step, over the target's K and V of a full read."""
+        spec = self._target_model.spec
+        full = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim
+        read = sum(model.num_kv_heads_of(heads) * model.head_dim for model, heads in self._scored)
+        return read / full
+
     def _assemble(self) -> None:
         """Put draft, configuration and policy together around the target and its cache."""
         options, spec = self._options, self._target_model.spec
@@ -256,12 +264,10 @@ class LLM:
         self.config = self._config(spec, draft_model)
         self.gamma = self.config.gamma
         policy = self._policy(kind)
-        target_engine = TorchEngine(
-            self._target_model,
-            self._cache,
-            self.config.target_heads if policy.needs_history else (),
-        )
+        target_heads = self.config.target_heads if policy.needs_history else ()
         draft_heads = self.config.draft_heads if policy.needs_lookahead else ()
+        self._scored = [(spec, target_heads), (draft_spec or spec, draft_heads)]
+        target_engine = TorchEngine(self._target_model, self._cache, target_heads)
         drafter = self._drafter(kind, draft_model, draft_heads)
         self.decoder = Decoder(
             target_engine,
@@ -377,7 +383,7 @@ class LLM:
 
 def _model(source: str | Path | PreTrainedModel, dtype: Any, device: Any) -> CausalLM:
     if isinstance(source, str | Path):
-        return causal_lm.load(source, dtype=_dtype(dtype), device=device)
+        return causal_lm.load(source, dtype=_dtype(dtype), device=_device(device))
     return CausalLM(source)
 
 
@@ -390,11 +396,26 @@ def _dtype(name: torch.dtype | str) -> torch.dtype | str:
     return known[name]
 
 
+def _device(name: torch.device | str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"unknown device {name!r}; there are cpu, cuda, cuda:1, …") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device {str(name)!r} is not there: torch finds {torch.cuda.device_count()} CUDA "
+            "devices; use cpu, or see dustin-trt doctor"
+        )
+    return device
+
+
 def _tokenizer(source: Any) -> Any:
     if not isinstance(source, str | Path):
         return None
     try:
-        return AutoTokenizer.from_pretrained(source, local_files_only=True)
+        return AutoTokenizer.from_pretrained(
+            source, local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError) as error:
         first = str(error).partition("\n")[0]
         raise FileNotFoundError(f"{source} has no tokenizer that can be read: {first}") from error

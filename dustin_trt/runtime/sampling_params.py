@@ -30,8 +30,8 @@ class SamplingParams(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    top_k: int = Field(default=0, ge=0)
+    temperature: float = Field(default=0.0, ge=0, le=1e6)  # more would be infinite in fp32
+    top_k: int = Field(default=0, ge=0, lt=2**63)
     top_p: float = Field(default=1.0, gt=0, le=1)
     max_tokens: int = Field(default=128, ge=1)
     seed: int | None = Field(default=None, ge=0, lt=2**63)
@@ -51,7 +51,7 @@ class SamplingParams(BaseModel):
         strings = (value,) if isinstance(value, str) else value
         if strings is None:
             return ()
-        if any(string == "" for string in strings):
+        if isinstance(strings, list | tuple) and "" in strings:
             raise ValueError("a stop string must not be empty")
         return strings
 

@@ -1,0 +1,206 @@
+"""`dustin-trt doctor`: which backends work here, found by trying them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import metadata
+
+from dustin_trt import __version__
+
+OLDEST_TRANSFORMERS = (4, 57)
+NEWEST_TESTED_TRANSFORMERS = (5, 24)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What trying a backend showed.
+
+    Attributes
+    ----------
+    name : of the backend
+    works : whether it did what this version of dustin-trt needs of it
+    detail : what was tried or found
+    why_not : why it does not work
+    to_do : what to install or change
+    generates : whether `dustin-trt generate` can run on it
+    """
+
+    name: str
+    works: bool
+    detail: str
+    why_not: str = ""
+    to_do: str = ""
+    generates: bool = False
+
+
+def run(*, json: bool) -> int:  # named as the flag is
+    """Print what was found; 0 if something can generate."""
+    findings = examine()
+    if json:
+        print(_as_json(findings))
+    else:
+        _print_table(findings)
+    return 0 if any(finding.generates for finding in findings) else 1
+
+
+def examine() -> list[Finding]:
+    """Try everything; a check that itself fails is a finding too."""
+    return [_guarded(name, check) for name, check in CHECKS.items()]
+
+
+def _guarded(name: str, check: Callable[[str], Finding]) -> Finding:
+    try:
+        return check(name)
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        to_do = "install what is missing" if isinstance(error, ImportError) else "report this"
+        return Finding(name, False, "tried", f"{type(error).__name__}: {reason}", to_do)
+
+
+def _torch_cpu(name: str) -> Finding:
+    return _torch(name, "cpu", f"{os.cpu_count()} processors, {_bfloat16_hint()}")
+
+
+def _torch_cuda(name: str) -> Finding:
+    import torch
+
+    if not torch.cuda.is_available():
+        why, to_do = "torch finds no usable NVIDIA GPU", "check the driver with nvidia-smi"
+        if torch.version.cuda is None:
+            why, to_do = "this torch is built without CUDA", "with an NVIDIA GPU, get one with CUDA"
+        return Finding(name, False, f"torch {torch.__version__}", why, to_do)
+    count = torch.cuda.device_count()
+    devices = ", ".join(torch.cuda.get_device_name(i) for i in range(count))
+    found = f"{devices}; the ops are plain torch there, without CUDA kernels of our own yet"
+    return _torch(name, "cuda", found)
+
+
+def _torch(name: str, device: str, found: str) -> Finding:
+    import torch
+
+    from dustin_trt.cli import selfcheck
+
+    wrong = selfcheck.wrong_ops(device)
+    if not wrong:
+        selfcheck.generate(device)
+    detail = f"torch {torch.__version__}; {found}; "
+    if wrong:
+        why = f"differs from the reference: {', '.join(wrong)}"
+        return Finding(name, False, detail + "compared the five ops", why, "use another torch")
+    detail += "ran the five ops against their references, and a small random model end to end"
+    return Finding(name, True, detail, generates=True)
+
+
+def _bfloat16_hint() -> str:
+    from dustin_trt.evaluation.machine import instruction_sets
+
+    if not sys.platform.startswith("linux"):
+        return "whether it has bfloat16 instructions is not known on this system"
+    found = [flag for flag in instruction_sets() if flag in ("amx_bf16", "avx512_bf16", "bf16")]
+    if found:
+        return f"bfloat16 instructions ({', '.join(found)}): try --dtype bfloat16"
+    return "no bfloat16 instructions: float32 is probably faster"
+
+
+def _transformers(name: str) -> Finding:
+    oldest, newest = ("{}.{}".format(*v) for v in (OLDEST_TRANSFORMERS, NEWEST_TESTED_TRANSFORMERS))
+    to_do = f"pip install 'transformers>={oldest}'"
+    if (version := _version("transformers")) is None:
+        return Finding(name, False, "not installed", "models are run through it", to_do)
+    numbers = tuple(int(part) for part in version.split(".")[:2])
+    if numbers < OLDEST_TRANSFORMERS:
+        return Finding(name, False, version, f"older than {oldest}", to_do)
+    from dustin_trt.models import causal_lm
+
+    detail = f"{version}; models: {', '.join(causal_lm.SUPPORTED)}"
+    if numbers > NEWEST_TESTED_TRANSFORMERS:
+        detail += f"; newer than {newest}, the newest tested"
+    return Finding(name, True, detail)
+
+
+def _native_cpu(name: str) -> Finding:
+    return Finding(
+        name, False, "", "not part of this version", "nothing: torch on the CPU serves instead"
+    )
+
+
+def _tensorrt(name: str) -> Finding:
+    return _not_built_yet(name, "tensorrt", "no TensorRT engine")
+
+
+def _tensorrt_llm(name: str) -> Finding:
+    return _not_built_yet(name, "tensorrt_llm", "no TensorRT-LLM model")
+
+
+def _not_built_yet(name: str, module: str, lacking: str) -> Finding:
+    # Looked up, not imported: importing TensorRT-LLM takes long and starts MPI.
+    installed = importlib.util.find_spec(module) is not None
+    detail = f"{name} {_version(module) or 'of unknown version'}" if installed else "not installed"
+    why = f"this version of dustin-trt has {lacking} yet"
+    return Finding(name, False, detail, why, "nothing: installing it would not help")
+
+
+def _triton(name: str) -> Finding:
+    server = shutil.which("tritonserver")
+    return Finding(
+        name,
+        False,
+        f"tritonserver is {server}" if server else "tritonserver is not on PATH",
+        "serving is not part of this version",
+        "use dustin-trt generate, or the library",
+    )
+
+
+CHECKS: dict[str, Callable[[str], Finding]] = {
+    "transformers": _transformers,
+    "torch on CPU": _torch_cpu,
+    "torch on CUDA": _torch_cuda,
+    "native CPU kernels": _native_cpu,
+    "TensorRT": _tensorrt,
+    "TensorRT-LLM": _tensorrt_llm,
+    "Triton": _triton,
+}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _as_json(findings: list[Finding]) -> str:
+    report = {
+        "dustin_trt": __version__,
+        "python": sys.version.partition(" ")[0],
+        "can_generate": any(finding.generates for finding in findings),
+        "backends": [asdict(finding) for finding in findings],
+    }
+    return json.dumps(report, indent=2, ensure_ascii=False)
+
+
+def _print_table(findings: list[Finding]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("backend", "works", "what was found", "why not, and what to do")
+    for finding in findings:
+        reasons = [part for part in (finding.why_not, finding.to_do) if part]
+        works = Text("yes", "green") if finding.works else Text("no")
+        table.add_row(finding.name, works, Text(finding.detail), Text("; ".join(reasons)))
+    console = Console()
+    console.print(f"dustin-trt {__version__}, Python {sys.version.partition(' ')[0]}")
+    console.print(table)
+    usable = [finding.name for finding in findings if finding.generates]
+    console.print(
+        f"dustin-trt generate runs on: {', '.join(usable)}"
+        if usable
+        else "dustin-trt generate cannot run here; see what to do above"
+    )

@@ -1,0 +1,1 @@
+"""Judging a configuration: retrieval, perplexity, throughput; the real model and text for it."""

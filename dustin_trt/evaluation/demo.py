@@ -1,0 +1,274 @@
+"""`dustin-trt demo`: plain, classic speculative and Dustin decoding of real text, side by side."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.rule import Rule
+from rich.table import Table
+
+from dustin_trt.evaluation import assets, machine
+from dustin_trt.evaluation.passkey import PassKeyPrompt, passkey_prompts
+from dustin_trt.evaluation.reading_map import draw_reading_map
+from dustin_trt.runtime.llm import LLM
+from dustin_trt.runtime.sampling_params import SamplingParams
+from dustin_trt.runtime.sequence import RequestOutput
+from dustin_trt.runtime.stats import RunStats
+
+SELF_DRAFT = "skip:14,17"
+"""SmolLM2 without two middle layers: the closest draft that its package allows."""
+
+# (book, prompt tokens); the pass keys are hidden in the other two prompts.
+CONTINUATIONS = (("hamlet", 2048), ("macbeth", 3072), ("othello", 4096), ("king_lear", 6000))
+PASS_KEYS = (("winters_tale", 3584), ("winters_tale", 5120))
+PARTS = ("draft", "score", "select", "verify", "accept")
+
+
+@dataclass
+class Method:
+    """One way to decode, and what its rounds gave."""
+
+    name: str
+    options: dict[str, Any]
+    rounds: list[RunStats] = field(default_factory=list)
+    outputs: list[RequestOutput] = field(default_factory=list)
+
+
+def run_demo(
+    output: Path,
+    *,
+    dtype: str = "float32",
+    max_new_tokens: int = 48,
+    budget: int = 512,
+    rounds: int = 3,
+    console: Console | None = None,
+) -> None:
+    """Decode six long prompts in three ways; print and write a table and a picture.
+
+    Parameters
+    ----------
+    output : folder for `demo.json`, `demo.txt` and `tokens_read.png`
+    dtype : "float32" shows exactness; "bfloat16" is faster where the processor has it
+    max_new_tokens : tokens a prompt
+    budget : k of Dustin
+    rounds : timed rounds; the methods take turns and medians are shown
+    """
+    console = console or Console()
+    output.mkdir(parents=True, exist_ok=True)
+    model, books = assets.smollm2(), assets.books()
+    methods = [
+        Method("plain", {"draft": "none", "policy": "dense"}),
+        Method("classic speculative", {"draft": SELF_DRAFT, "policy": "dense"}),
+        Method(
+            f"Dustin, k={budget}",
+            {"draft": SELF_DRAFT, "policy": "dustin", "budget": budget, "draft_window": budget},
+        ),
+    ]
+    size = len(CONTINUATIONS) + len(PASS_KEYS)
+    llm = LLM(model, dtype=dtype, max_batch_size=size, draft_window=None, record_selections=True)
+    prompts, keys = _prompts(llm.tokenizer, books)
+    # Every method decodes as many tokens, so that their times compare; the texts shown end where
+    # the model ended them.
+    params = SamplingParams(max_tokens=max_new_tokens, ignore_eos=True)
+    lengths = ", ".join(str(len(tokens)) for tokens in prompts)
+    console.print(
+        f"SmolLM2-135M-Instruct in {dtype}; {size} prompts of {lengths} tokens from Shakespeare, "
+        f"two with a pass key hidden in them; {max_new_tokens} new tokens each. Draft: the model "
+        f"itself without layers {SELF_DRAFT.removeprefix('skip:')}."
+    )
+    _prefill(llm, prompts, console)
+    requests = [{"prompt_token_ids": tokens} for tokens in prompts]
+    for turn in range(rounds):
+        for method in methods:
+            twin = llm.variant(**method.options)
+            if turn == 0:
+                console.print(Rule(method.name, align="left"))
+                method.outputs = _stream_first(twin, requests, params, console)
+            else:
+                with console.status(f"round {turn + 1} of {rounds}: {method.name}"):
+                    twin.generate(requests, params)
+            method.rounds.append(twin.stats)
+    _report(methods, llm, keys, output, console)
+    picture = output / "tokens_read.png"
+    row, key = max(keys.items(), key=lambda item: len(item[1].tokens))
+    draw_reading_map(picture, llm.tokenizer, key, methods[-1].outputs[row].selections)
+    console.print(f"\nWritten: {output / 'demo.txt'}, {output / 'demo.json'}, {picture}")
+
+
+def _prompts(
+    tokenizer: Any, books: dict[str, Path]
+) -> tuple[list[list[int]], dict[int, PassKeyPrompt]]:
+    """Token prompts, and which of them hide a pass key."""
+    prompts = []
+    for book, length in CONTINUATIONS:
+        tokens = tokenizer(books[book].read_text(encoding="utf-8"), verbose=False).input_ids
+        prompts.append(tokens[2000 : 2000 + length])
+    keys = {}
+    for seed, (book, length) in enumerate(PASS_KEYS):
+        text = books[book].read_text(encoding="utf-8")
+        (prompt,) = passkey_prompts(tokenizer, text, length=length, count=1, seed=seed)
+        keys[len(prompts)] = prompt
+        prompts.append(prompt.tokens)
+    return prompts, keys
+
+
+def _prefill(llm: LLM, prompts: list[list[int]], console: Console) -> None:
+    """Cache every prompt once; the methods then share it."""
+    with _progress(console) as progress:
+        task = progress.add_task("caching the prompts", total=sum(map(len, prompts)))
+        done: dict[int, int] = {}
+
+        def on_prefill(request: Any, tokens: int) -> None:
+            done[request.key] = tokens
+            progress.update(task, completed=sum(done.values()))
+
+        plain = llm.variant(draft="none", policy="dense", on_prefill=on_prefill)
+        requests = [{"prompt_token_ids": tokens} for tokens in prompts]
+        plain.generate(requests, SamplingParams(max_tokens=1))
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Progress]:
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f}/{task.total:.0f} tokens"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+    ) as progress:
+        yield progress
+
+
+def _stream_first(
+    llm: LLM, requests: list[Any], params: SamplingParams, console: Console
+) -> list[RequestOutput]:
+    """Decode everything, printing the first prompt's text as its steps commit it."""
+    outputs: dict[int, RequestOutput] = {}
+    for chunk in llm.stream(requests, params):
+        if chunk.key == 0:
+            console.out(chunk.text, end="", highlight=False)
+        if chunk.output:
+            outputs[chunk.key] = chunk.output
+    console.print()
+    return [outputs[key] for key in range(len(requests))]
+
+
+def _shown(llm: LLM, output: RequestOutput) -> str:
+    """The text up to where the model itself ended it."""
+    tokens = output.token_ids
+    end = next((i for i, token in enumerate(tokens) if token in llm.eos), len(tokens))
+    text: str = llm.tokenizer.decode(tokens[:end], skip_special_tokens=True)
+    return text
+
+
+def _report(
+    methods: list[Method],
+    llm: LLM,
+    keys: dict[int, PassKeyPrompt],
+    output: Path,
+    console: Console,
+) -> None:
+    rows = [_row(method, methods, llm, keys) for method in methods]
+    record = {"machine": machine.describe(), "methods": rows}
+    (output / "demo.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    table = _table(rows, len(methods[0].outputs[0].token_ids))
+    console.print()
+    console.print(table)
+    with (output / "demo.txt").open("w", encoding="utf-8") as file:
+        Console(file=file, width=130).print(table)
+
+
+def _row(
+    method: Method, methods: list[Method], llm: LLM, keys: dict[int, PassKeyPrompt]
+) -> dict[str, Any]:
+    """One method's figures: medians over rounds for times, the first round for the rest."""
+    full = methods[1].outputs  # classic: the same drafts under full verification
+    stats = [o.stats for o in method.outputs]
+    steps = sum(s.steps for s in stats)
+    drafted = sum(s.drafted for s in stats)
+    first_difference = [
+        _first_difference(o.token_ids, f.token_ids)
+        for o, f in zip(method.outputs, full, strict=True)
+    ]
+    known = [s.coverage for s in stats if s.coverage is not None]
+    return {
+        "method": method.name,
+        "tokens_per_second": _median(r.tokens_per_second for r in method.rounds),
+        "speedup_over_plain": statistics.median(
+            (a.tokens_per_second or 0) / (b.tokens_per_second or 1)
+            for a, b in zip(method.rounds, methods[0].rounds, strict=True)
+        ),
+        "tau": sum(s.step_tokens for s in stats) / steps,
+        "acceptance_rate": sum(s.accepted for s in stats) / drafted if drafted else None,
+        "kv_read_share": sum(s.history_read for s in stats) / sum(s.history for s in stats),
+        "scoring_share": llm.variant(**method.options).scoring_share,
+        "coverage": statistics.mean(known) if known else None,
+        "first_difference": first_difference,
+        "pass_keys_found": sum(
+            key.found_in(_shown(llm, method.outputs[i])) for i, key in keys.items()
+        ),
+        "pass_keys": len(keys),
+        "milliseconds_a_step": {
+            part: 1000 * _median(r.seconds[part] / r.steps for r in method.rounds)
+            for part in PARTS
+        },
+        "tokens_per_second_by_round": [r.tokens_per_second for r in method.rounds],
+    }
+
+
+def _table(rows: list[dict[str, Any]], new_tokens: int) -> Table:
+    table = Table(
+        title="Decoding side by side (medians of the rounds; the prompts are cached before)",
+        caption=(
+            "KV read: history tokens a verification pass reads, + keys read to score the history, "
+            "both over a full read. First difference: the new token from which an output departs "
+            f"from full verification with the same draft, of {new_tokens}; the earliest row.\n"
+            "Columns draft to accept: milliseconds a step of the whole batch."
+        ),
+        caption_justify="left",
+    )
+    table.add_column("method")
+    for name in ("tokens/s", "× plain", "τ", "accepted", "KV read", "first difference", "keys found"):
+        table.add_column(name, justify="right")
+    for part in PARTS:
+        table.add_column(part, justify="right")
+    for row in rows:
+        scoring, accepted = row["scoring_share"], row["acceptance_rate"]
+        table.add_row(
+            row["method"],
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['speedup_over_plain']:.2f}",
+            f"{row['tau']:.2f}",
+            "–" if accepted is None else f"{accepted:.0%}",
+            f"{row['kv_read_share']:.1%}" + (f" + {scoring:.1%}" if scoring else ""),
+            _difference(row["first_difference"]),
+            f"{row['pass_keys_found']}/{row['pass_keys']}",
+            *(f"{row['milliseconds_a_step'][part]:.0f}" for part in PARTS),
+        )
+    return table
+
+
+def _first_difference(tokens: list[int], others: list[int]) -> int | None:
+    pairs = enumerate(zip(tokens, others, strict=True))
+    return next((i for i, (token, other) in pairs if token != other), None)
+
+
+def _difference(first: list[int | None]) -> str:
+    """For example "none" or "token 7 (3 of 6 rows)"."""
+    differing = [at for at in first if at is not None]
+    if not differing:
+        return "none"
+    return f"token {min(differing)} ({len(differing)} of {len(first)} rows)"
+
+
+def _median(values: Any) -> float:
+    return statistics.median(value or 0.0 for value in values)

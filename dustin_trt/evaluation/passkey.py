@@ -1,0 +1,81 @@
+"""Pass-key retrieval: a number hidden in a long text, asked for at its end.
+
+The task of Mohtashami and Jaggi (arXiv 2305.16300). A verifier that does not read the right
+tokens cannot answer, while a continuation of prose hardly notices what it was not shown.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass
+from typing import Any
+
+_ASK = (
+    "There is an important pass key hidden inside the following text. Find it and memorize it.\n\n"
+)
+_NEEDLE = "\n\nThe pass key is {key}. Remember it. {key} is the pass key.\n\n"
+_QUESTION = "\n\nWhat is the pass key?"
+_ANSWER = "The pass key is"
+
+
+@dataclass(frozen=True)
+class PassKeyPrompt:
+    """A prompt and what must come of it.
+
+    tokens : token ids, a chat turn up to "The pass key is"
+    key : five digits
+    needle : positions of the sentence that holds the key
+    """
+
+    tokens: list[int]
+    key: str
+    needle: range
+
+    def found_in(self, text: str) -> bool:
+        """Whether a generated text names the key."""
+        return self.key in text
+
+
+def passkey_prompts(
+    tokenizer: Any, text: str, *, length: int, count: int, seed: int
+) -> list[PassKeyPrompt]:
+    """Prompts of `length` tokens with keys at random depths of different stretches of `text`.
+
+    Parameters
+    ----------
+    tokenizer : of a model with a chat template
+    text : the haystack, longer than `length` tokens; line breaks are taken out, so that the key's
+        own paragraph stands alone
+    length, count, seed : size of a prompt, how many, and what decides keys and depths
+
+    Raises
+    ------
+    ValueError
+        When the text is shorter than one prompt.
+    """
+
+    def encode(piece: str) -> list[int]:
+        ids: list[int] = tokenizer(piece, add_special_tokens=False, verbose=False).input_ids
+        return ids
+
+    turn = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "\0"}], tokenize=False, add_generation_prompt=True
+    )
+    opening, closing = turn.split("\0")
+    head, tail = encode(opening + _ASK), encode(_QUESTION + closing + _ANSWER)
+    hay = encode(re.sub(r"\s+", " ", text))
+    if len(hay) < length:
+        raise ValueError(f"the text has {len(hay)} tokens, fewer than a prompt of {length}")
+    random_source = random.Random(seed)
+    prompts = []
+    for i in range(count):
+        key = str(random_source.randint(10000, 99999))
+        needle = encode(_NEEDLE.format(key=key))
+        room = length - len(head) - len(tail) - len(needle)
+        start = i * (len(hay) - room) // max(1, count - 1) if count > 1 else 0
+        depth = int(room * random_source.uniform(0.05, 0.9))
+        hidden = hay[start : start + depth] + needle + hay[start + depth : start + room]
+        at = len(head) + depth
+        prompts.append(PassKeyPrompt(head + hidden + tail, key, range(at, at + len(needle))))
+    return prompts

@@ -1,0 +1,145 @@
+import json
+
+import pytest
+import torch
+
+from dustin_trt import ops
+from dustin_trt.cli import doctor, main, selfcheck
+
+
+@pytest.fixture(scope="module")
+def report():
+    """Every check, run once."""
+    return {finding.name: finding for finding in doctor.examine()}
+
+
+def test_every_backend_is_reported_with_what_to_do(report):
+    assert list(report) == [
+        "transformers", "torch on CPU", "torch on CUDA", "native CPU kernels", "TensorRT",
+        "TensorRT-LLM", "Triton",
+    ]  # fmt: skip
+    for finding in report.values():
+        assert finding.works or (finding.why_not and finding.to_do)
+        assert not (finding.works and finding.why_not)
+
+
+def test_the_cpu_really_runs(report):
+    finding = report["torch on CPU"]
+    assert finding.works and finding.generates
+    assert "five ops" in finding.detail and torch.__version__ in finding.detail
+
+
+def test_cuda_is_what_torch_says(report):
+    finding = report["torch on CUDA"]
+    assert finding.works == finding.generates == torch.cuda.is_available()
+
+
+def test_what_does_not_exist_yet_is_not_claimed(report):
+    for name in ("native CPU kernels", "TensorRT", "TensorRT-LLM", "Triton"):
+        assert not report[name].works and not report[name].generates
+        assert "version" in report[name].why_not
+
+
+def fake_checks(monkeypatch, *findings):
+    checks = {finding.name: lambda _, finding=finding: finding for finding in findings}
+    monkeypatch.setattr(doctor, "CHECKS", checks)
+
+
+WORKING = doctor.Finding("torch on CPU", True, "torch", generates=True)
+MISSING = doctor.Finding("Triton", False, "nothing", "no [server]", "install it")
+
+
+def test_json(monkeypatch, capsys):
+    fake_checks(monkeypatch, WORKING, MISSING)
+    assert main(["doctor", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["can_generate"] is True
+    assert [backend["works"] for backend in shown["backends"]] == [True, False]
+    assert shown["backends"][1]["why_not"] == "no [server]"
+
+
+def test_table(monkeypatch, capsys):
+    fake_checks(monkeypatch, WORKING, MISSING)
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert "no [server]; install it" in shown
+    assert "dustin-trt generate runs on: torch on CPU" in shown
+
+
+def test_exit_1_when_nothing_generates(monkeypatch, capsys):
+    fake_checks(monkeypatch, MISSING)
+    assert main(["doctor"]) == 1
+    assert "cannot run here" in capsys.readouterr().out
+
+
+def test_a_check_that_breaks_is_a_finding(monkeypatch, capsys):
+    def missing(_):
+        raise ImportError("No module named 'torch'")
+
+    monkeypatch.setattr(doctor, "CHECKS", {"torch on CPU": missing})
+    assert main(["doctor", "--json"]) == 1
+    (backend,) = json.loads(capsys.readouterr().out)["backends"]
+    assert backend["why_not"] == "ImportError: No module named 'torch'"
+    assert backend["to_do"] == "install what is missing"
+
+
+@pytest.mark.parametrize("name", ops.__all__)
+def test_a_wrong_op_is_noticed(monkeypatch, name):
+    right = getattr(ops, name)
+
+    def wrong(*inputs):
+        result = right(*inputs)
+        changed = inputs[2] if name == "kv_append" else inputs[-1] if result is None else result[0]
+        changed += 1
+        return result
+
+    assert selfcheck.wrong_ops("cpu") == []
+    monkeypatch.setattr(selfcheck.ops, name, wrong)
+    assert name in selfcheck.wrong_ops("cpu")
+
+
+def test_a_wrong_op_makes_the_backend_not_work(monkeypatch):
+    monkeypatch.setattr(selfcheck, "wrong_ops", lambda _: ["srh_score"])
+    finding = doctor._torch_cpu("torch on CPU")
+    assert not finding.works and not finding.generates
+    assert finding.why_not == "differs from the reference: srh_score"
+
+
+def test_the_random_state_is_left_alone():
+    before = torch.random.get_rng_state()
+    selfcheck.generate("cpu")
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("version", "works", "says"),
+    [("4.56.2", False, "older than 4.57"), ("4.57.0", True, ""), ("99.0.0", True, "newer than")],
+)
+def test_transformers_versions(monkeypatch, version, works, says):
+    monkeypatch.setattr(doctor, "_version", lambda _: version)
+    finding = doctor._transformers("transformers")
+    assert finding.works == works
+    assert says in finding.detail + finding.why_not
+
+
+def test_no_transformers(monkeypatch):
+    monkeypatch.setattr(doctor, "_version", lambda _: None)
+    assert doctor._transformers("transformers").to_do == "pip install 'transformers>=4.57'"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["avx2", "amx_bf16"], "bfloat16 instructions (amx_bf16): try --dtype bfloat16"),
+        (["avx2"], "no bfloat16 instructions"),
+    ],
+)
+def test_the_bfloat16_hint(monkeypatch, flags, says):
+    monkeypatch.setattr("dustin_trt.evaluation.machine.instruction_sets", lambda: flags)
+    monkeypatch.setattr(doctor.sys, "platform", "linux")
+    assert says in doctor._bfloat16_hint()
+
+
+def test_an_installed_server_is_named(monkeypatch):
+    monkeypatch.setattr(doctor.shutil, "which", lambda _: "/opt/bin/tritonserver")
+    assert "/opt/bin/tritonserver" in doctor._triton("Triton").detail
