@@ -99,7 +99,7 @@ def draft_probabilities(logits: Tensor, sampling: SamplingBatch) -> Tensor | Non
 def sample(
     logits: Tensor, probs: Tensor | None, uniform: Tensor, sampling: SamplingBatch
 ) -> Tensor:
-    """One token a row `[B]`: the most likely one for greedy rows, a draw from `probs` for others."""
+    """One token a row `[B]`: the likeliest for greedy rows, a draw from `probs` for others."""
     tokens = logits.argmax(-1)
     if probs is not None:
         rows = (~sampling.greedy).nonzero().squeeze(1)
@@ -162,9 +162,13 @@ def accept(
     accepted = matches.long().cumprod(1).sum(1)
     following = best[torch.arange(rows, device=drafts.device), accepted]
     if p is not None:
-        residual = _residual(p, drafts[sampled], counts[sampled], accepted[sampled], (
-            None if draft_probs is None else draft_probs[sampled]
-        ))
+        residual = _residual(
+            p,
+            drafts[sampled],
+            counts[sampled],
+            accepted[sampled],
+            (None if draft_probs is None else draft_probs[sampled]),
+        )
         following[sampled] = draw(residual, uniforms[sampled, -1])
     return accepted, following
 

@@ -201,8 +201,18 @@ HUGE_MESSAGE = r"4096\.0 GiB \(1024 slots of 1048576 tokens\): lower max_batch_s
 
 
 def test_absurd_sizes_are_refused_with_their_size():
-    with pytest.raises(MemoryError, match=HUGE_MESSAGE):
+    with pytest.raises(MemoryError, match="no memory for a KV cache of " + HUGE_MESSAGE):
         _cache(**HUGE)
+
+
+def test_a_cache_may_take_all_memory_but_not_more(monkeypatch):
+    """Asked first: an allocator that overcommits would let the process be killed later."""
+    size = _cache().nbytes
+    monkeypatch.setattr(kv_cache, "_physical_memory", lambda: size)
+    _cache()
+    monkeypatch.setattr(kv_cache, "_physical_memory", lambda: size - 1)
+    with pytest.raises(MemoryError, match="no memory for a KV cache"):
+        _cache()
 
 
 def test_a_failed_allocation_says_its_size(monkeypatch):

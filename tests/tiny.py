@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 from transformers import (
@@ -84,7 +84,7 @@ def ids(*prompts: list[int]) -> list[dict]:
     return [{"prompt_token_ids": tokens} for tokens in prompts]
 
 
-@lru_cache(maxsize=None)
+@cache
 def expected(
     family: str, lengths: tuple[int, ...], new_tokens: int, seed: int = 0
 ) -> tuple[tuple[int, ...], ...]:

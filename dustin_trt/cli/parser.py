@@ -17,7 +17,7 @@ arXiv 2606.24957).
 _FIRST_STEPS = """\
 first steps:
   dustin-trt doctor              what works on this machine, and what to install for the rest
-  dustin-trt demo                a small real model on whole novels, three ways side by side
+  dustin-trt demo                a small real model on long plays, three ways side by side
   dustin-trt generate --help     your own model on your own file of prompts
 """
 

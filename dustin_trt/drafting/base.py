@@ -41,7 +41,8 @@ class Batch:
 class Proposal:
     """Draft tokens of one step.
 
-    tokens : Tensor `[B, Γ]` int64; columns past `counts` are padding
+    tokens : Tensor `[B, Γ]` int64; columns past `counts` repeat the row's last token, which runs
+        anyway: what a model makes of any other could harm the row, depending on its neighbours
     counts : Tensor `[B]` int64, drafts of each row
     probs : Tensor `[B, Γ, V]` fp32, the distributions the tokens were sampled from; None when they
         were not sampled (greedy rows, n-gram lookup)

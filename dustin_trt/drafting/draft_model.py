@@ -71,7 +71,9 @@ class DraftModel(Drafter):
         steps = int(looks.max())
         if steps == 0:
             return no_drafts(batch)
-        tokens, probs, queries = [], [], []
+        tokens: list[Tensor] = []
+        probs: list[Tensor] = []
+        queries: list[Tensor] = []
         window = self._first_window(batch)
         for i in range(steps):
             offset = i + 1 - window.shape[1]
@@ -85,7 +87,8 @@ class DraftModel(Drafter):
             p = draft_probabilities(logits, batch.sampling)
             token = sample(logits, p, batch.uniforms[:, i], batch.sampling)
             tokens.append(token)
-            probs.append(p)
+            if p is not None:
+                probs.append(p)
             queries.append(q)
             window = token[:, None]
         drafted = time.perf_counter()
@@ -94,10 +97,11 @@ class DraftModel(Drafter):
             stashed = torch.stack(queries, 1)
             scores = self.engine.attention_scores(batch.slots, stashed, looks)
         width = int(counts.max())
+        padding = torch.arange(width, device=counts.device) >= counts[:, None]
         return Proposal(
-            tokens=torch.stack(tokens, 1)[:, :width],
+            tokens=torch.where(padding, batch.last[:, None], torch.stack(tokens, 1)[:, :width]),
             counts=counts,
-            probs=torch.stack(probs, 1)[:, :width] if probs[0] is not None else None,
+            probs=torch.stack(probs, 1)[:, :width] if probs else None,
             lookahead_scores=scores,
             seconds={"draft": drafted - started, "score": time.perf_counter() - drafted},
         )
@@ -111,9 +115,7 @@ class DraftModel(Drafter):
         if self.cache_window is None:
             return Dense()
         lengths = self.engine.cache.lengths[slots] + offset
-        return Indices(
-            *ops.select_tokens(None, None, lengths, self.cache_window, 0, self.sink, 0)
-        )
+        return Indices(*ops.select_tokens(None, None, lengths, self.cache_window, 0, self.sink, 0))
 
 
 class LayerSkipDraft(DraftModel):

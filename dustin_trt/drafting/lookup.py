@@ -43,7 +43,10 @@ class LookupDrafter(Drafter):
             for slot, tokens, limit in zip(batch.slots.tolist(), batch.tokens, limits, strict=True)
         ]
         width = max(map(len, drafts))
-        padded = [draft + [0] * (width - len(draft)) for draft in drafts]
+        padded = [
+            draft + [tokens[-1]] * (width - len(draft))
+            for draft, tokens in zip(drafts, batch.tokens, strict=True)
+        ]
         device = batch.last.device
         return Proposal(
             tokens=torch.tensor(padded, dtype=torch.long, device=device).view(len(drafts), width),
@@ -68,7 +71,7 @@ class _NgramIndex:
                 self._ends[tuple(tokens[end - n : end])] = end
         self._indexed = len(tokens) - 1
         for n in range(min(self._max_ngram, len(tokens)), 0, -1):
-            end = self._ends.get(tuple(tokens[-n:]))
-            if end is not None:
-                return list(tokens[end : end + limit])
+            followed = self._ends.get(tuple(tokens[-n:]))
+            if followed is not None:
+                return list(tokens[followed : followed + limit])
         return []

@@ -89,9 +89,7 @@ class TorchEngine:
         logits = self.model.forward(tokens, step.positions(tokens.shape[1]), step)
         clock.lap("verify")
         counts = self.cache.lengths[slots] if read.counts is None else read.counts
-        return Verification(
-            logits, step.queries(), coverage, counts, read.indices, clock.seconds
-        )
+        return Verification(logits, step.queries(), coverage, counts, read.indices, clock.seconds)
 
     @torch.inference_mode()
     def propose_step(
@@ -116,7 +114,7 @@ class TorchEngine:
         heads = self.srh_heads if heads is None else heads
         pages, lengths = self.cache.rows(slots)
         scores = torch.zeros(len(slots), int(lengths.max()), device=self._device)
-        for count in (rows.unique().tolist() if rows is not None else [queries.shape[1]]):
+        for count in rows.unique().tolist() if rows is not None else [queries.shape[1]]:
             batch = torch.arange(len(slots)) if rows is None else (rows == count).nonzero()[:, 0]
             part = scores[batch]
             for layer, columns, kv_heads in _by_layer(heads, self):

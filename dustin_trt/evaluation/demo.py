@@ -18,9 +18,9 @@ from rich.table import Table
 from dustin_trt.evaluation import assets, machine
 from dustin_trt.evaluation.passkey import PassKeyPrompt, passkey_prompts
 from dustin_trt.evaluation.reading_map import draw_reading_map
-from dustin_trt.runtime.llm import LLM
+from dustin_trt.runtime.llm import LLM, Prompt
 from dustin_trt.runtime.sampling_params import SamplingParams
-from dustin_trt.runtime.sequence import RequestOutput
+from dustin_trt.runtime.sequence import Request, RequestOutput
 from dustin_trt.runtime.stats import RunStats
 
 SELF_DRAFT = "skip:14,17"
@@ -84,8 +84,8 @@ def run_demo(
         f"two with a pass key hidden in them; {max_new_tokens} new tokens each. Draft: the model "
         f"itself without layers {SELF_DRAFT.removeprefix('skip:')}."
     )
-    _prefill(llm, prompts, console)
-    requests = [{"prompt_token_ids": tokens} for tokens in prompts]
+    requests: list[Prompt] = [{"prompt_token_ids": tokens} for tokens in prompts]
+    _prefill(llm, requests, sum(map(len, prompts)), console)
     for turn in range(rounds):
         for method in methods:
             twin = llm.variant(**method.options)
@@ -120,19 +120,18 @@ def _prompts(
     return prompts, keys
 
 
-def _prefill(llm: LLM, prompts: list[list[int]], console: Console) -> None:
+def _prefill(llm: LLM, prompts: list[Prompt], tokens: int, console: Console) -> None:
     """Cache every prompt once; the methods then share it."""
     with _progress(console) as progress:
-        task = progress.add_task("caching the prompts", total=sum(map(len, prompts)))
+        task = progress.add_task("caching the prompts", total=tokens)
         done: dict[int, int] = {}
 
-        def on_prefill(request: Any, tokens: int) -> None:
-            done[request.key] = tokens
+        def on_prefill(request: Request, cached: int) -> None:
+            done[request.key] = cached
             progress.update(task, completed=sum(done.values()))
 
         plain = llm.variant(draft="none", policy="dense", on_prefill=on_prefill)
-        requests = [{"prompt_token_ids": tokens} for tokens in prompts]
-        plain.generate(requests, SamplingParams(max_tokens=1))
+        plain.generate(prompts, SamplingParams(max_tokens=1))
 
 
 @contextmanager
@@ -149,7 +148,7 @@ def _progress(console: Console) -> Iterator[Progress]:
 
 
 def _stream_first(
-    llm: LLM, requests: list[Any], params: SamplingParams, console: Console
+    llm: LLM, requests: list[Prompt], params: SamplingParams, console: Console
 ) -> list[RequestOutput]:
     """Decode everything, printing the first prompt's text as its steps commit it."""
     outputs: dict[int, RequestOutput] = {}
@@ -218,8 +217,7 @@ def _row(
         ),
         "pass_keys": len(keys),
         "milliseconds_a_step": {
-            part: 1000 * _median(r.seconds[part] / r.steps for r in method.rounds)
-            for part in PARTS
+            part: 1000 * _median(r.seconds[part] / r.steps for r in method.rounds) for part in PARTS
         },
         "tokens_per_second_by_round": [r.tokens_per_second for r in method.rounds],
     }
@@ -237,7 +235,8 @@ def _table(rows: list[dict[str, Any]], new_tokens: int) -> Table:
         caption_justify="left",
     )
     table.add_column("method")
-    for name in ("tokens/s", "× plain", "τ", "accepted", "KV read", "first difference", "keys found"):
+    names = ("tokens/s", "× plain", "τ", "accepted", "KV read", "first difference", "keys found")
+    for name in names:
         table.add_column(name, justify="right")
     for part in PARTS:
         table.add_column(part, justify="right")

@@ -13,8 +13,8 @@ from dustin_trt.evaluation.passkey import PassKeyPrompt
 
 matplotlib.use("Agg")  # files only; works without a display
 
-import matplotlib.pyplot as plt  # noqa: E402
-from matplotlib.axes import Axes  # noqa: E402
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 
 _AROUND = 70  # tokens shown before and after the pass key
 _WIDTH = 110  # characters a line

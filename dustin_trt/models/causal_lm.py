@@ -215,5 +215,5 @@ def load(
             path, config=config, dtype=dtype, attn_implementation=NAME, **own_code_only
         )
     except SafetensorError as error:
-        raise ValueError(f"the weights in {path} are damaged ({error}): fetch them again") from error
-    return CausalLM(model.to(device))
+        raise ValueError(f"the weights in {path} are damaged: {error}; fetch them again") from error
+    return CausalLM(model.to(device))  # type: ignore[arg-type]  # its wrapper hides the signature

@@ -6,8 +6,13 @@ bit-identical to dense verification.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+Attend = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+"""`(q, k, v, scale) -> (out, lse)` for one row."""
 
 
 def attend_reference(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
-from dustin_trt.ops._attend import attend_cpu, attend_reference, empty_like_queries
+from dustin_trt.ops._attend import Attend, attend_cpu, attend_reference, empty_like_queries
 from dustin_trt.ops._library import define
 from dustin_trt.ops._paging import history
 
 
-def _implementation(attend):
+def _implementation(attend: Attend) -> Callable[..., tuple[Tensor, Tensor]]:
     def dense_attention(
         q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, lengths: Tensor,
         scale: float,

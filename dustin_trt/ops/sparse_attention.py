@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from dustin_trt.ops._attend import attend_cpu, attend_reference, empty_like_queries
+from dustin_trt.ops._attend import Attend, attend_cpu, attend_reference, empty_like_queries
 from dustin_trt.ops._library import define
 from dustin_trt.ops._paging import gather, history
 
 
-def _implementation(attend):
+def _implementation(attend: Attend) -> Callable[..., tuple[Tensor, Tensor]]:
     def sparse_attention(
         q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, lengths: Tensor,
         indices: Tensor, counts: Tensor, scale: float,

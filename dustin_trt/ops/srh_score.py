@@ -17,7 +17,7 @@ def reference(
     scale: float,
     scores: Tensor,
 ) -> None:
-    """Add one layer's attention to `scores`, in place:
+    """Add one layer's attention to `scores`, in place.
 
     `scores[b, j] += Σ_heads Σ_rows softmax_j(q · k_j · scale)` over `j < lengths[b]`
     (Dustin, step 2 for the target, step 1 for the draft's R lookahead queries).

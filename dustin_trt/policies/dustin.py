@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from dustin_trt.config import DustinConfig
 from dustin_trt.drafting.base import Batch, Proposal
@@ -10,6 +10,7 @@ from dustin_trt.engines.base import Dustin, Engine, Selection
 from dustin_trt.policies.base import Policy
 
 Signal = Literal["hybrid", "history", "lookahead"]
+SIGNALS: tuple[Signal, ...] = get_args(Signal)
 
 
 class DustinPolicy(Policy):

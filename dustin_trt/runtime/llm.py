@@ -23,7 +23,7 @@ from dustin_trt.kv_cache import PagedKVCache
 from dustin_trt.models import causal_lm
 from dustin_trt.models.causal_lm import CausalLM
 from dustin_trt.policies import POLICIES, DustinPolicy, Policy
-from dustin_trt.policies.dustin import Signal
+from dustin_trt.policies.dustin import SIGNALS, Signal
 from dustin_trt.runtime.decoder import Decoder
 from dustin_trt.runtime.sampling_params import RequestError, SamplingParams
 from dustin_trt.runtime.sequence import Chunk, Request, RequestOutput
@@ -344,9 +344,9 @@ class LLM:
         if name != "dustin":
             return POLICIES[name](self.config)
         has_lookahead = kind in ("skip", "model")
-        signal = options["signal"] or ("hybrid" if has_lookahead else "history")
-        if signal not in ("hybrid", "history", "lookahead"):
-            raise ValueError(f"unknown signal {signal!r}; there are hybrid, history, lookahead")
+        signal: Signal = options["signal"] or ("hybrid" if has_lookahead else "history")
+        if signal not in SIGNALS:
+            raise ValueError(f"unknown signal {signal!r}; there are {', '.join(SIGNALS)}")
         policy = DustinPolicy(self.config, signal)
         if policy.needs_lookahead and not has_lookahead:
             raise ValueError(
@@ -368,12 +368,10 @@ class LLM:
                 raise ValueError(f"draft {kind!r}: write lookup or lookup:N, N an n-gram's length")
             return LookupDrafter(int(size)) if size else LookupDrafter()
         options = self._options
-        cache, drafter = self._cache, LayerSkipDraft
+        cache = self._cache
         if kind == "model":
-            cache, drafter = _cache(
-                model, self.max_model_len, self._cache.num_slots, options["page_size"]
-            ), DraftModel
-        return drafter(
+            cache = _cache(model, self.max_model_len, cache.num_slots, options["page_size"])
+        return (LayerSkipDraft if kind == "skip" else DraftModel)(
             TorchEngine(model, cache, heads),
             self._target_model.spec.vocab_size,
             cache_window=options["draft_window"],
@@ -413,9 +411,7 @@ def _tokenizer(source: Any) -> Any:
     if not isinstance(source, str | Path):
         return None
     try:
-        return AutoTokenizer.from_pretrained(
-            source, local_files_only=True, trust_remote_code=False
-        )
+        return AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         first = str(error).partition("\n")[0]
         raise FileNotFoundError(f"{source} has no tokenizer that can be read: {first}") from error

@@ -76,9 +76,7 @@ class Sequence:
     eos : end-of-sequence tokens of the model
     """
 
-    def __init__(
-        self, request: Request, slot: int, tokenizer: Any, eos: frozenset[int]
-    ) -> None:
+    def __init__(self, request: Request, slot: int, tokenizer: Any, eos: frozenset[int]) -> None:
         params = request.params
         self.request = request
         self.slot = slot
@@ -89,9 +87,7 @@ class Sequence:
         self.selections: list[torch.Tensor | None] = []
         self.history_queries = torch.empty(0)
         self._text = TextStream(tokenizer, params.stop)
-        self._ends = frozenset(params.stop_token_ids) | (
-            frozenset() if params.ignore_eos else eos
-        )
+        self._ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)
         self._generator = torch.Generator()
         if params.seed is None:
             self._generator.seed()
@@ -111,7 +107,7 @@ class Sequence:
         return self.request.params.max_tokens - (len(self.tokens) - len(self.request.prompt))
 
     def uniforms(self, count: int) -> torch.Tensor:
-        """`[count]` fp64 in [0, 1), from this request's own generator: neighbours change nothing."""
+        """`[count]` fp64 in [0, 1), from this request's own generator."""
         return torch.rand(count, generator=self._generator, dtype=torch.float64)
 
     def commit(self, tokens: SequenceOf[int]) -> int:

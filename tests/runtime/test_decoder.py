@@ -39,9 +39,7 @@ def mixed_params(rows: int) -> list[SamplingParams]:
         {"temperature": 1.3, "top_k": 20, "seed": 2},
         {"temperature": 1.0, "top_p": 0.8, "seed": 3},
     ]
-    return [
-        SamplingParams(max_tokens=(9, 12, 1, 5, 2)[i % 5], **kinds[i % 4]) for i in range(rows)
-    ]
+    return [SamplingParams(max_tokens=(9, 12, 1, 5, 2)[i % 5], **kinds[i % 4]) for i in range(rows)]
 
 
 class TestGreedyEqualsTransformers:
