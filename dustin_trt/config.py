@@ -105,7 +105,7 @@ class DustinConfig(BaseModel):
     provenance: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
-    def _budget_has_room(self) -> DustinConfig:
+    def _is_consistent(self) -> DustinConfig:
         if self.budget <= self.sink + self.window:
             raise ValueError(
                 f"budget {self.budget} leaves nothing to choose beside sink {self.sink} and "
@@ -116,6 +116,9 @@ class DustinConfig(BaseModel):
                 f"lookahead {self.lookahead} is more than the {self.free} tokens that sink and "
                 f"window leave of budget {self.budget}"
             )
+        for name, heads in (("target", self.target_heads), ("draft", self.draft_heads)):
+            if len(set(heads)) < len(heads):
+                raise ValueError(f"{name}_heads lists a head twice")
         return self
 
     @property

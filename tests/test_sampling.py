@@ -395,7 +395,7 @@ class TestThroughTheLoop:
 
     @pytest.mark.parametrize(
         ("draft", "layers", "requests"),
-        [("model", 1, 1500), ("skip:1", 2, 800), ("lookup", 1, 1000)],
+        [("model", 1, 1200), ("skip:1", 2, 800), ("lookup", 1, 1000)],
     )
     def test_generations_are_distributed_as_the_target(self, draft, layers, requests):
         llm = LLM(

@@ -1,4 +1,4 @@
-"""One row's attention over given keys, shared by dense and sparse attention.
+"""Attention of R rows over as many keys each, shared by dense and sparse attention.
 
 That both call the same function on the same keys is what makes a budget of at least the history
 bit-identical to dense verification.
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 Attend = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-"""`(q, k, v, scale) -> (out, lse)` for one row."""
+"""`(q, k, v, scale) -> (out, lse)`; see `attend_reference`."""
 
 
 def attend_reference(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -20,22 +20,22 @@ def attend_reference(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Ten
 
     Parameters
     ----------
-    q : Tensor `[w, Hq, D]`
-    k, v : Tensor `[Hkv, n, D]`, the w new tokens last
+    q : Tensor `[R, w, Hq, D]`
+    k, v : Tensor `[R, Hkv, n, D]`, the w new tokens last
     scale : logit scale
 
     Returns
     -------
-    out : Tensor `[w, Hq, D]` in q's dtype
-    lse : Tensor `[w, Hq]` fp32, log-sum-exp of the scaled logits
+    out : Tensor `[R, w, Hq, D]` in q's dtype
+    lse : Tensor `[R, w, Hq]` fp32, log-sum-exp of the scaled logits
     """
-    w, heads, dim = q.shape
-    kv_heads, n, _ = k.shape
-    grouped = q.float().view(w, kv_heads, heads // kv_heads, dim)
-    logits = torch.einsum("whgd,hnd->whgn", grouped, k.float()) * scale
+    rows, w, heads, dim = q.shape
+    _, kv_heads, n, _ = k.shape
+    grouped = q.float().view(rows, w, kv_heads, heads // kv_heads, dim)
+    logits = torch.einsum("rwhgd,rhnd->rwhgn", grouped, k.float()) * scale
     logits.masked_fill_(_future(w, n, q.device)[:, None, None], float("-inf"))
-    out = torch.einsum("whgn,hnd->whgd", logits.softmax(-1), v.float())
-    return out.reshape(w, heads, dim).to(q.dtype), logits.logsumexp(-1).view(w, heads)
+    out = torch.einsum("rwhgn,rhnd->rwhgd", logits.softmax(-1), v.float())
+    return out.reshape(q.shape).to(q.dtype), logits.logsumexp(-1).view(rows, w, heads)
 
 
 def attend_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -43,20 +43,20 @@ def attend_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, T
 
     The query heads of a KV head are folded into rows: 1.5–4 times faster than `enable_gqa`.
     """
-    w, heads, dim = q.shape
-    kv_heads, n, _ = k.shape
+    rows, w, heads, dim = q.shape
+    _, kv_heads, n, _ = k.shape
     group = heads // kv_heads
-    rows = q.view(w, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(1, kv_heads, group * w, dim)
+    folded = q.view(rows, w, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
     mask = None
     if w > 1:
         future = _future(w, n, q.device)
         mask = torch.zeros(w, n, dtype=q.dtype).masked_fill_(future, float("-inf"))
         mask = mask.repeat(group, 1)[None, None]
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        rows, k[None], v[None], attn_mask=mask, scale=scale
+        folded.reshape(rows, kv_heads, group * w, dim), k, v, attn_mask=mask, scale=scale
     )
-    out = out.view(kv_heads, group, w, dim).permute(2, 0, 1, 3).reshape(w, heads, dim)
-    lse = lse.reshape(kv_heads, group, w).permute(2, 0, 1).reshape(w, heads)
+    out = out.view(rows, kv_heads, group, w, dim).permute(0, 3, 1, 2, 4).reshape(q.shape)
+    lse = lse.reshape(rows, kv_heads, group, w).permute(0, 3, 1, 2).reshape(rows, w, heads)
     return out, lse.float()
 
 

@@ -24,10 +24,22 @@ def history(cache: Tensor, pages: Tensor, length: int) -> Tensor:
     return cache[used].transpose(0, 1).reshape(heads, -1, dim)[:, :length]
 
 
-def gather(cache: Tensor, pages: Tensor, positions: Tensor) -> Tensor:
-    """The tokens at `positions [n]` of one row, copied to `[Hkv, n, D]`."""
-    page_size = cache.shape[2]
-    if page_size > 1 and pages.shape[0] == 1:
-        return cache[int(pages[0])].index_select(1, positions)
-    page = pages[torch.div(positions, page_size, rounding_mode="floor")].long()
-    return cache[page, :, positions % page_size].transpose(0, 1)
+def token_rows(cache: Tensor, pages: Tensor, positions: Tensor) -> Tensor:
+    """Where tokens lie in `cache.view(-1, D)`, `[R, Hkv, n]` int64.
+
+    Parameters
+    ----------
+    cache : Tensor `[pages, Hkv, page_size, D]`
+    pages : Tensor `[R, max_pages]` int32, R lines of the page table
+    positions : Tensor `[R, n]` int64
+    """
+    _, heads, page_size, _ = cache.shape
+    page = pages.gather(1, positions // page_size).long()
+    first = page * (heads * page_size) + positions % page_size
+    return first[:, None] + page_size * torch.arange(heads, device=cache.device)[:, None]
+
+
+def gather(cache: Tensor, rows: Tensor) -> Tensor:
+    """The tokens at `token_rows`, copied to `[R, Hkv, n, D]`."""
+    dim = cache.shape[3]
+    return cache.view(-1, dim).index_select(0, rows.flatten()).view(*rows.shape, dim)

@@ -34,8 +34,8 @@ def _implementation(attend: Attend) -> Callable[..., tuple[Tensor, Tensor]]:
         out, lse = empty_like_queries(q)
         for b, length in enumerate(lengths.tolist()):
             n = length + q.shape[1]
-            k, v = (history(cache, page_table[b], n) for cache in (k_cache, v_cache))
-            out[b], lse[b] = attend(q[b], k, v, scale)
+            k, v = (history(cache, page_table[b], n)[None] for cache in (k_cache, v_cache))
+            out[b : b + 1], lse[b : b + 1] = attend(q[b : b + 1], k, v, scale)
         return out, lse
 
     return dense_attention

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dustin_trt.ops._attend import Attend, attend_cpu, attend_reference, empty_like_queries
 from dustin_trt.ops._library import define
-from dustin_trt.ops._paging import gather, history
+from dustin_trt.ops._paging import gather, history, token_rows
 
 
 def _implementation(attend: Attend) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -35,17 +35,20 @@ def _implementation(attend: Attend) -> Callable[..., tuple[Tensor, Tensor]]:
         lse : Tensor `[B, w, Hq]` fp32
         """
         out, lse = empty_like_queries(q)
-        w = q.shape[1]
-        rows = zip(lengths.tolist(), counts.tolist(), strict=True)
-        for b, (length, count) in enumerate(rows):
-            caches = (k_cache, v_cache)
+        w, caches = q.shape[1], (k_cache, v_cache)
+        by_count: dict[int, list[int]] = {}
+        for b, (length, count) in enumerate(zip(lengths.tolist(), counts.tolist(), strict=True)):
             if count == length:  # the whole history: read it in place, exactly as dense does
-                k, v = (history(cache, page_table[b], length + w) for cache in caches)
+                k, v = (history(cache, page_table[b], length + w)[None] for cache in caches)
+                out[b : b + 1], lse[b : b + 1] = attend(q[b : b + 1], k, v, scale)
             else:
-                new = torch.arange(length, length + w, dtype=indices.dtype, device=q.device)
-                positions = torch.cat([indices[b, :count], new])
-                k, v = (gather(cache, page_table[b], positions) for cache in caches)
-            out[b], lse[b] = attend(q[b], k, v, scale)
+                by_count.setdefault(count, []).append(b)
+        for count, batch in by_count.items():
+            new = lengths[batch, None].long() + torch.arange(w, device=q.device)
+            positions = torch.cat([indices[batch, :count].long(), new], 1)
+            rows = token_rows(k_cache, page_table[batch], positions)
+            k, v = (gather(cache, rows) for cache in caches)
+            out[batch], lse[batch] = attend(q[batch], k, v, scale)
         return out, lse
 
     return sparse_attention

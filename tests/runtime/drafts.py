@@ -24,10 +24,12 @@ def good_draft(family: str = "llama", **changes: object) -> PreTrainedModel:
 
 
 def llm(draft: str, family: str = "llama", **options: object) -> LLM:
-    """An LLM on the tiny target with one of `DRAFTS`, or any other draft an LLM takes."""
+    """An LLM on the tiny target; "same" drafts with the target's weights, others as in `DRAFTS`."""
     if draft == "windowed":
         options = {"draft_window": 12, **options}
-    drafts = {"good": good_draft, "windowed": good_draft, "bad": lambda f: make(f, seed=1)}
+    drafts = {
+        "good": good_draft, "windowed": good_draft, "bad": lambda f: make(f, seed=1), "same": make
+    }  # fmt: skip
     model = drafts[draft](family) if draft in drafts else draft
     return LLM(make(family), model, **{"prefill_chunk": 32, **options})
 

