@@ -218,13 +218,13 @@ def _add_demo(commands: Any) -> None:
     add = command.add_argument
     add(
         "--output",
-        default=Path("demo"),
+        default=Path("demo_output"),
         type=Path,
         metavar="DIR",
-        help="folder for table and picture (default demo)",
+        help="folder for table and picture (default demo_output)",
     )
     # What is not given here is the demo's own to choose.
-    add("--dtype", default=argparse.SUPPRESS, metavar="DTYPE", help="float32 or bfloat16")
+    add("--dtype", default=argparse.SUPPRESS, metavar="DTYPE", help="auto, float32, bfloat16")
     add("--max-new-tokens", default=argparse.SUPPRESS, type=int, metavar="N", help="a prompt")
     add("--budget", default=argparse.SUPPRESS, type=int, metavar="K", help="for Dustin")
     _add_debug(command)

@@ -245,6 +245,11 @@ class LLM:
         return self.decoder.stats
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the target's weights and cache."""
+        return self._target_model.dtype
+
+    @property
     def scoring_share(self) -> float:
         """Keys read to score the history in a step, over the target's K and V of a full read."""
         spec = self._target_model.spec

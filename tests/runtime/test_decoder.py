@@ -257,6 +257,14 @@ class TestPrefixReuse:
         assert counts(outputs[0]) == counts(self.fresh("lookup", forked))
         assert counts(outputs[1]) == counts(self.fresh("lookup", [*first, 5]))
 
+    def test_a_prompt_that_another_has_overwritten_in_part_is_run_again(self):
+        model = llm("good", **{**self.OPTIONS, "max_batch_size": 1})
+        first, forked = self.TEXT[:90], [*self.TEXT[:50], *prompt(30, seed=8)]
+        for tokens, cached in ((first, 0), (forked, 50), (first, 50)):
+            [output] = model.generate(ids(tokens), GREEDY)
+            assert output.stats.cached_prompt_tokens == cached
+            assert counts(output) == counts(self.fresh("good", tokens))
+
     @pytest.mark.parametrize("draft", ("none", "lookup", "skip:1", "windowed"))
     def test_keys_written_by_sparse_passes_are_never_reused(self, draft):
         model, params = llm(draft, **self.OPTIONS), SamplingParams(max_tokens=20)
