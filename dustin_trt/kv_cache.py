@@ -36,6 +36,7 @@ class PagedKVCache:
     lengths : Tensor `[num_slots]` int32
     resident : the tokens at the start of each slot whose K and V come from a dense prefill. They
         outlive the request, so that a later prompt with the same beginning need not be run again.
+    in_use : set while a decoder runs on it; slots belong to one run at a time
 
     Raises
     ------
@@ -81,6 +82,7 @@ class PagedKVCache:
         self.lengths = torch.zeros(num_slots, dtype=torch.int32, device=device)
         self._owned: list[list[int]] = [[] for _ in range(num_slots)]
         self._free = list(range(self.num_pages))[::-1]
+        self.in_use = False
         self.resident: list[list[int]] = [[] for _ in range(num_slots)]
 
     @property

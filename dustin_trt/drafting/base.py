@@ -41,8 +41,7 @@ class Batch:
 class Proposal:
     """Draft tokens of one step.
 
-    tokens : Tensor `[B, Γ]` int64; columns past `counts` repeat the row's last token, which runs
-        anyway: what a model makes of any other could harm the row, depending on its neighbours
+    tokens : Tensor `[B, Γ]` int64; columns past `counts` are padding
     counts : Tensor `[B]` int64, drafts of each row
     probs : Tensor `[B, Γ, V]` fp32, the distributions the tokens were sampled from; None when they
         were not sampled (greedy rows, n-gram lookup)
@@ -55,6 +54,16 @@ class Proposal:
     probs: Tensor | None
     lookahead_scores: Tensor | None
     seconds: dict[str, float]
+
+    def window(self, last: Tensor) -> Tensor:
+        """`[last, d_1 … d_Γ]`, `[B, 1+Γ]`: what a verification pass runs.
+
+        Past its drafts a row repeats its last token: masked attention still multiplies what is
+        there by 0, so a neighbour's longer draft must not choose it.
+        """
+        columns = torch.arange(self.tokens.shape[1], device=last.device)
+        drafts = torch.where(columns < self.counts[:, None], self.tokens, last[:, None])
+        return torch.cat([last[:, None], drafts], 1)
 
 
 class Drafter(ABC):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dustin_trt import ops
 from dustin_trt.drafting.base import Batch, Drafter, Proposal, no_drafts
-from dustin_trt.engines.base import Dense, Engine, Indices, Selection
+from dustin_trt.engines.base import Dense, Engine, Indices, NonFiniteError, Selection
 from dustin_trt.sampling import draft_probabilities, sample
 
 
@@ -52,7 +52,10 @@ class DraftModel(Drafter):
         """Prefill the draft's own cache."""
         last = self.engine.spec.vocab_size - 1
         self.engine.cache.reserve(slot, reserve)
-        self.engine.prefill(slot, [min(t, last) for t in tokens], chunk=self.prefill_chunk)
+        try:
+            self.engine.prefill(slot, [min(t, last) for t in tokens], chunk=self.prefill_chunk)
+        except NonFiniteError as error:
+            raise NonFiniteError(f"the draft's {error.where}") from error
         # The first step runs the prompt's last token again and reads its window only, so what it
         # writes there is not what a later prompt with the same beginning may reuse.
         self.engine.cache.resident[slot].pop()
@@ -97,9 +100,8 @@ class DraftModel(Drafter):
             stashed = torch.stack(queries, 1)
             scores = self.engine.attention_scores(batch.slots, stashed, looks)
         width = int(counts.max())
-        padding = torch.arange(width, device=counts.device) >= counts[:, None]
         return Proposal(
-            tokens=torch.where(padding, batch.last[:, None], torch.stack(tokens, 1)[:, :width]),
+            tokens=torch.stack(tokens, 1)[:, :width],
             counts=counts,
             probs=torch.stack(probs, 1)[:, :width] if probs else None,
             lookahead_scores=scores,

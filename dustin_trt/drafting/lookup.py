@@ -43,10 +43,7 @@ class LookupDrafter(Drafter):
             for slot, tokens, limit in zip(batch.slots.tolist(), batch.tokens, limits, strict=True)
         ]
         width = max(map(len, drafts))
-        padded = [
-            draft + [tokens[-1]] * (width - len(draft))
-            for draft, tokens in zip(drafts, batch.tokens, strict=True)
-        ]
+        padded = [draft + [0] * (width - len(draft)) for draft in drafts]
         device = batch.last.device
         return Proposal(
             tokens=torch.tensor(padded, dtype=torch.long, device=device).view(len(drafts), width),

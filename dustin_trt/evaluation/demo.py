@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,15 +21,15 @@ from dustin_trt.evaluation.reading_map import draw_reading_map
 from dustin_trt.runtime.llm import LLM, Prompt
 from dustin_trt.runtime.sampling_params import SamplingParams
 from dustin_trt.runtime.sequence import Request, RequestOutput
-from dustin_trt.runtime.stats import RunStats
+from dustin_trt.runtime.stats import RunStats, StepStats
 
 SELF_DRAFT = "skip:14,16,17,26"
 """SmolLM2 without four layers: no smaller model with its tokenizer comes in a package."""
 GAMMA = 2
 """Such a draft costs almost a full pass, so that long drafts do not pay."""
 
-# (book, prompt tokens); the pass keys are hidden in the other two prompts.
-CONTINUATIONS = (("hamlet", 2048), ("macbeth", 3072), ("othello", 4096), ("king_lear", 6000))
+# (book, tokens of the prompt): four to tell about, two with a pass key hidden in them.
+TALES = (("hamlet", 2048), ("macbeth", 3072), ("othello", 4096), ("king_lear", 6000))
 PASS_KEYS = (("winters_tale", 3584), ("winters_tale", 5120))
 PARTS = ("draft", "score", "select", "verify", "accept")
 
@@ -48,7 +48,7 @@ def run_demo(
     output: Path,
     *,
     dtype: str = "auto",
-    max_new_tokens: int = 48,
+    max_new_tokens: int = 64,
     budget: int = 512,
     rounds: int = 3,
     console: Console | None = None,
@@ -78,7 +78,7 @@ def run_demo(
             {"draft": SELF_DRAFT, "policy": "dustin", "budget": budget, "draft_window": budget},
         ),
     ]
-    size = len(CONTINUATIONS) + len(PASS_KEYS)
+    size = len(TALES) + len(PASS_KEYS)
     llm = LLM(
         model,
         dtype=dtype,
@@ -121,9 +121,17 @@ def _prompts(
 ) -> tuple[list[list[int]], dict[int, PassKeyPrompt]]:
     """Token prompts, and which of them hide a pass key."""
     prompts = []
-    for book, length in CONTINUATIONS:
-        tokens = tokenizer(books[book].read_text(encoding="utf-8"), verbose=False).input_ids
-        prompts.append(tokens[2000 : 2000 + length])
+    turn = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "\0\n\nTell me what happens in this part of the play."}],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    head, tail = (tokenizer(part, verbose=False).input_ids for part in turn.split("\0"))
+    for book, length in TALES:
+        text = books[book].read_text(encoding="utf-8")
+        tokens = tokenizer(text, verbose=False).input_ids
+        part = tokens[2000 : 2000 + length - len(head) - len(tail)]
+        prompts.append(head + part + tail)
     keys = {}
     for seed, (book, length) in enumerate(PASS_KEYS):
         text = books[book].read_text(encoding="utf-8")
@@ -192,11 +200,12 @@ def _report(
     rows = [_row(method, methods, llm, keys) for method in methods]
     record = {"machine": machine.describe(), "dtype": str(llm.dtype), "methods": rows}
     (output / "demo.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    table = _table(rows, len(methods[0].outputs[0].token_ids))
+    outputs = methods[0].outputs
+    table = _table(rows, len(outputs), len(outputs[0].token_ids))
     console.print()
     console.print(table)
     with (output / "demo.txt").open("w", encoding="utf-8") as file:
-        Console(file=file, width=130).print(table)
+        Console(file=file, width=90).print(table)
 
 
 def _row(
@@ -207,66 +216,82 @@ def _row(
     stats = [o.stats for o in method.outputs]
     steps = sum(s.steps for s in stats)
     drafted = sum(s.drafted for s in stats)
-    first_difference = [
-        _first_difference(o.token_ids, f.token_ids)
-        for o, f in zip(method.outputs, full, strict=True)
-    ]
     known = [s.coverage for s in stats if s.coverage is not None]
+    rates = [_full(m).tokens_per_second or 0.0 for m in method.rounds]
+    plain = [_full(m).tokens_per_second or 1.0 for m in methods[0].rounds]
     return {
         "method": method.name,
-        "tokens_per_second": _median(r.tokens_per_second for r in method.rounds),
-        "speedup_over_plain": statistics.median(
-            (a.tokens_per_second or 0) / (b.tokens_per_second or 1)
-            for a, b in zip(method.rounds, methods[0].rounds, strict=True)
-        ),
+        "tokens_per_second": statistics.median(rates),
+        "tokens_per_second_by_round": rates,
+        "speedup_over_plain": statistics.median(a / b for a, b in zip(rates, plain, strict=True)),
         "tau": sum(s.step_tokens for s in stats) / steps,
         "acceptance_rate": sum(s.accepted for s in stats) / drafted if drafted else None,
         "kv_read_share": sum(s.history_read for s in stats) / sum(s.history for s in stats),
         "scoring_share": llm.variant(**method.options).scoring_share,
         "coverage": statistics.mean(known) if known else None,
-        "first_difference": first_difference,
+        "first_difference": [
+            _first_difference(o.token_ids, f.token_ids)
+            for o, f in zip(method.outputs, full, strict=True)
+        ],
         "pass_keys_found": sum(
             key.found_in(_shown(llm, method.outputs[i])) for i, key in keys.items()
         ),
         "pass_keys": len(keys),
         "milliseconds_a_step": {
-            part: 1000 * _median(r.seconds[part] / r.steps for r in method.rounds) for part in PARTS
+            part: statistics.median(
+                1000 * _full(m).seconds[part] / _full(m).steps for m in method.rounds
+            )
+            for part in PARTS
         },
-        "tokens_per_second_by_round": [r.tokens_per_second for r in method.rounds],
     }
 
 
-def _table(rows: list[dict[str, Any]], new_tokens: int) -> Table:
+def _full(run: RunStats) -> StepStats:
+    """The steps that every prompt took part in.
+
+    Prompts end at different times, and a batch that shrinks is no fair comparison.
+    """
+    return run.by_rows[max(run.by_rows)]
+
+
+def _table(rows: list[dict[str, Any]], prompts: int, new_tokens: int) -> Table:
     table = Table(
-        title="Decoding side by side (medians of the rounds; the prompts are cached before)",
+        title="Decoding side by side",
         caption=(
-            "KV read: history tokens a verification pass reads, + keys read to score the history, "
-            "both over a full read. First difference: the new token from which an output departs "
-            f"from full verification with the same draft, of {new_tokens}; the earliest row.\n"
-            "Columns draft to accept: milliseconds a step of the whole batch."
+            f"Medians of the rounds, over the steps that all {prompts} prompts took part in; the "
+            "prompts were cached before. KV read: history tokens a verification pass reads, and "
+            "keys read to score the history, over a full read. First difference: the new token "
+            f"(of {new_tokens}) at which an output departs from full verification of the same "
+            "drafts, the earliest; bfloat16 rounding alone can cause one."
         ),
         caption_justify="left",
     )
-    table.add_column("method")
-    names = ("tokens/s", "× plain", "τ", "accepted", "KV read", "first difference", "keys found")
-    for name in names:
-        table.add_column(name, justify="right")
-    for part in PARTS:
-        table.add_column(part, justify="right")
+    table.add_column("")
     for row in rows:
-        scoring, accepted = row["scoring_share"], row["acceptance_rate"]
+        table.add_column(row["method"], justify="right")
+    lines: dict[str, Callable[[dict[str, Any]], str]] = {
+        "tokens/s": lambda row: f"{row['tokens_per_second']:.1f}",
+        "× plain": lambda row: f"{row['speedup_over_plain']:.2f}",
+        "τ, tokens a step and prompt": lambda row: f"{row['tau']:.2f}",
+        "drafts accepted": lambda row: _percent(row["acceptance_rate"]),
+        "KV read to verify": lambda row: _percent(row["kv_read_share"]),
+        "keys read to score": lambda row: _percent(row["scoring_share"] or None),
+        "coverage of the history score": lambda row: _percent(row["coverage"]),
+        "first difference": lambda row: _difference(row["first_difference"]),
+        "pass keys found": lambda row: f"{row['pass_keys_found']} of {row['pass_keys']}",
+    }
+    for name, cell in lines.items():
+        table.add_row(name, *map(cell, rows))
+    table.add_section()
+    for part in PARTS:
         table.add_row(
-            row["method"],
-            f"{row['tokens_per_second']:.1f}",
-            f"{row['speedup_over_plain']:.2f}",
-            f"{row['tau']:.2f}",
-            "–" if accepted is None else f"{accepted:.0%}",
-            f"{row['kv_read_share']:.1%}" + (f" + {scoring:.1%}" if scoring else ""),
-            _difference(row["first_difference"]),
-            f"{row['pass_keys_found']}/{row['pass_keys']}",
-            *(f"{row['milliseconds_a_step'][part]:.0f}" for part in PARTS),
+            f"{part}, ms a step", *(f"{row['milliseconds_a_step'][part]:.0f}" for row in rows)
         )
     return table
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{share:.1%}"
 
 
 def _first_difference(tokens: list[int], others: list[int]) -> int | None:
@@ -275,12 +300,8 @@ def _first_difference(tokens: list[int], others: list[int]) -> int | None:
 
 
 def _difference(first: list[int | None]) -> str:
-    """For example "none" or "token 7 (3 of 6 rows)"."""
+    """For example "none" or "token 7, in 3 of 6"."""
     differing = [at for at in first if at is not None]
     if not differing:
         return "none"
-    return f"token {min(differing)} ({len(differing)} of {len(first)} rows)"
-
-
-def _median(values: Any) -> float:
-    return statistics.median(value or 0.0 for value in values)
+    return f"token {min(differing)}, in {len(differing)} of {len(first)}"

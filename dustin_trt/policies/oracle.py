@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from dustin_trt import ops
 from dustin_trt.drafting.base import Batch, Proposal
 from dustin_trt.engines.base import Dense, Engine, Indices, Selection
@@ -20,7 +18,7 @@ class OraclePolicy(Policy):
 
     def plan(self, target: Engine, batch: Batch, proposal: Proposal) -> Selection:
         """Verify densely, look at the attention, choose."""
-        window = torch.cat([batch.last[:, None], proposal.tokens], 1)
+        window = proposal.window(batch.last)
         heads = target.spec.all_heads()
         peek = target.verify(batch.slots, window, Dense(), heads=heads)
         scores = target.attention_scores(

@@ -74,7 +74,7 @@ class BatchSummary:
     @property
     def tokens_per_second(self) -> float | None:
         """Decoded tokens a second, over the batch, prefill left out."""
-        return self.run.tokens_per_second
+        return self.run.total.tokens_per_second
 
 
 def run_batch(

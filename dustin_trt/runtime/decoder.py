@@ -64,7 +64,6 @@ class Decoder:
         self.on_prefill = on_prefill
         self.stats = RunStats()
         self._running: list[Sequence] = []
-        self._busy = False
         drafter.want_lookahead = policy.needs_lookahead
 
     def run(self, requests: Iterable[Request]) -> Generator[Chunk, None, None]:
@@ -73,9 +72,9 @@ class Decoder:
         Requests are taken from the iterable only when a slot is free. Closing the iterator early
         frees the slots.
         """
-        if self._busy:
-            raise RuntimeError("this decoder is running already: finish or close that run first")
-        self._busy = True
+        if self.target.cache.in_use:
+            raise RuntimeError("this cache is running already: finish or close that run first")
+        self.target.cache.in_use = True
         self.stats = RunStats()
         waiting = deque[Request]()
         source = iter(requests)
@@ -89,13 +88,13 @@ class Decoder:
             for sequence in self._running:
                 self.drafter.release(sequence.slot)
             self._running = []
-            self._busy = False
+            self.target.cache.in_use = False
 
     def _step(self) -> Iterator[Chunk]:
         batch = self._batch()
         proposal = self.drafter.propose(batch, self.gamma)
         selection = self.policy.plan(self.target, batch, proposal)
-        window = self._window(batch, proposal)
+        window = proposal.window(batch.last)
         verified = self.target.verify(batch.slots, window, selection)
         started = time.perf_counter()
         accepted, following = sampling.accept(
@@ -107,22 +106,12 @@ class Decoder:
             batch.sampling,
         )
         failures = self._failures(batch, window, verified, accepted)
-        self._commit(batch, proposal, verified, accepted, following, failures)
-        self.stats.add_seconds(
-            proposal.seconds, verified.seconds, {"accept": time.perf_counter() - started}
+        committed = self._commit(batch, proposal, verified, accepted, following, failures)
+        accepting = {"accept": time.perf_counter() - started}
+        self.stats.add_step(
+            len(self._running), committed, proposal.seconds, verified.seconds, accepting
         )
         yield from self._chunks()
-
-    def _window(self, batch: Batch, proposal: Proposal) -> torch.Tensor:
-        """`[last, d_1 … d_Γ]` of each row.
-
-        Past its drafts a row repeats its last token: masked attention still multiplies what is
-        there by 0, so a neighbour's longer draft must not choose it.
-        """
-        last, drafts = batch.last[:, None], proposal.tokens
-        columns = torch.arange(drafts.shape[1], device=drafts.device)
-        drafts = torch.where(columns < proposal.counts[:, None], drafts, last)
-        return torch.cat([last, drafts], 1)
 
     def _batch(self) -> Batch:
         rows = self._running
@@ -155,7 +144,9 @@ class Decoder:
         accepted: torch.Tensor,
         following: torch.Tensor,
         failures: dict[int, str],
-    ) -> None:
+    ) -> int:
+        """Move the lengths and give every row its tokens; how many those are."""
+        committed = 0
         history = self.target.cache.lengths[batch.slots].tolist()
         self.target.commit(batch.slots, accepted + 1)
         self.drafter.commit(batch.slots, accepted + 1)
@@ -176,8 +167,8 @@ class Decoder:
                 row.selections.append(
                     None if verified.indices is None else verified.indices[b, : read[b]].cpu()
                 )
-            self.stats.tokens += kept
-        self.stats.steps += 1
+            committed += kept
+        return committed
 
     def _failures(
         self,

@@ -84,39 +84,66 @@ class RequestStats:
 
 
 @dataclass
-class RunStats:
-    """Totals of one run of the loop over all its requests.
+class StepStats:
+    """Totals of some steps of the loop.
 
     Attributes
     ----------
-    tokens : tokens committed by decoding steps
-    steps : steps of the loop, each over the whole batch
-    prefill_seconds : in prefill
-    seconds : of the steps, by part: draft, score, select, verify, accept
+    steps : steps, each over the whole batch
+    tokens : tokens they committed
+    seconds : time by part: draft, score, select, verify, accept
     """
 
-    tokens: int = 0
     steps: int = 0
-    prefill_seconds: float = 0.0
+    tokens: int = 0
     seconds: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("draft", "score", "select", "verify", "accept"), 0.0)
     )
 
     @property
     def decode_seconds(self) -> float:
-        """In decoding steps."""
+        """Time of all parts."""
         return sum(self.seconds.values())
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Decoded tokens a second, over the batch, prefill left out."""
+        """Decoded tokens a second over the batch, prefill left out."""
         return _ratio(self.tokens, self.decode_seconds)
 
-    def add_seconds(self, *parts: dict[str, float]) -> None:
-        """Add times by part."""
-        for part in parts:
+    def add(self, steps: int, tokens: int, *seconds: dict[str, float]) -> None:
+        """Add steps, tokens and times by part."""
+        self.steps += steps
+        self.tokens += tokens
+        for part in seconds:
             for name, value in part.items():
                 self.seconds[name] += value
+
+
+@dataclass
+class RunStats:
+    """What one run of the loop cost over all its requests.
+
+    Attributes
+    ----------
+    prefill_seconds : in prefill
+    by_rows : totals of the steps that ran with so many rows. A step costs almost as much with few
+        rows as with many, so rates compare at the same number.
+    """
+
+    prefill_seconds: float = 0.0
+    by_rows: dict[int, StepStats] = field(default_factory=dict)
+
+    def add_step(self, rows: int, tokens: int, *seconds: dict[str, float]) -> None:
+        """Count one step."""
+        self.by_rows.setdefault(rows, StepStats()).add(1, tokens, *seconds)
+
+    @property
+    def total(self) -> StepStats:
+        """Over all steps."""
+        total = StepStats()
+        for some in self.by_rows.values():
+            total.add(some.steps, some.tokens, some.seconds)
+        return total
 
 
 def _ratio(part: float, whole: float) -> float | None:

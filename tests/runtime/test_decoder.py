@@ -201,8 +201,8 @@ class TestCompany:
         keys = [chunk.key for chunk in model.stream(PROMPTS[:5], params)]
         # Row 1 runs on while the rows after it come and go through the other slot.
         assert max(i for i, key in enumerate(keys) if key == 1) > keys.index(4)
-        assert model.stats.steps == 11
-        assert model.stats.tokens == sum(lengths) - len(lengths)
+        assert model.stats.total.steps == 11
+        assert model.stats.total.tokens == sum(lengths) - len(lengths)
 
     def test_requests_are_taken_only_when_a_slot_is_free(self):
         model = llm("none", policy="dense", max_batch_size=2)

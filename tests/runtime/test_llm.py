@@ -395,9 +395,9 @@ class TestStatistics:
             assert stats.tau is None or 1 <= stats.tau <= 5
             assert stats.history_read <= stats.history
             assert stats.coverage is None or 0 < stats.coverage <= 1
-        assert model.stats.tokens == sum(output.stats.step_tokens for output in outputs)
+        assert model.stats.total.tokens == sum(output.stats.step_tokens for output in outputs)
         assert model.stats.prefill_seconds > 0
-        assert set(model.stats.seconds) == {"draft", "score", "select", "verify", "accept"}
+        assert set(model.stats.total.seconds) == {"draft", "score", "select", "verify", "accept"}
         assert outputs[1].stats.steps == 0
         assert outputs[1].stats.tau is None
 
@@ -538,10 +538,12 @@ class TestNonFiniteLogits:
 
         def propose(batch, gamma):
             proposal = real(batch, gamma)
-            rows = zip(batch.last, proposal.tokens, proposal.counts.tolist(), strict=True)
-            for last, drafts, count in rows:
-                assert (drafts[count:] == last).all()
-                padded.extend(drafts[count:].tolist())
+            window = proposal.window(batch.last)
+            rows = zip(batch.last, proposal.tokens, window, proposal.counts.tolist(), strict=True)
+            for last, drafts, row, count in rows:
+                assert row[: count + 1].tolist() == [last, *drafts[:count].tolist()]
+                assert (row[count + 1 :] == last).all()
+                padded.extend(row[count + 1 :].tolist())
             return proposal
 
         model.decoder.drafter.propose = propose

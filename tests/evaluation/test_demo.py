@@ -1,0 +1,70 @@
+import json
+
+import pytest
+import torch
+from rich.console import Console
+
+from dustin_trt.evaluation import assets, demo
+from tests import tokenizer as tiny_tokenizer
+from tests.evaluation.test_passkey import TEMPLATE, TEXT
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """The demo on a tiny random model; what it printed, and its folder."""
+    tokenizer = tiny_tokenizer.make()
+    tokenizer.chat_template = TEMPLATE
+    model = tiny_tokenizer.save(tmp_path / "model", tokenizer=tokenizer, num_hidden_layers=4)
+    book = tmp_path / "book.txt"
+    book.write_text(TEXT * 3, encoding="utf-8")
+    monkeypatch.setattr(assets, "smollm2", lambda: model)
+    monkeypatch.setattr(assets, "books", lambda: {"play": book})
+    monkeypatch.setattr(demo, "TALES", (("play", 120), ("play", 200)))
+    monkeypatch.setattr(demo, "PASS_KEYS", (("play", 420),))
+    monkeypatch.setattr(demo, "SELF_DRAFT", "skip:1")
+    with (tmp_path / "printed.txt").open("w", encoding="utf-8") as printed:
+        demo.run_demo(
+            tmp_path / "out",
+            dtype="float32",
+            budget=64,
+            max_new_tokens=12,
+            rounds=2,
+            console=Console(file=printed, width=100),
+        )
+    return (tmp_path / "printed.txt").read_text(encoding="utf-8"), tmp_path / "out"
+
+
+def test_the_table_holds_what_was_measured(run):
+    printed, folder = run
+    record = json.loads((folder / "demo.json").read_text(encoding="utf-8"))
+    plain, classic, dustin = record["methods"]
+    assert record["machine"]["torch"] == torch.__version__
+    assert record["dtype"] == "torch.float32"
+    # In fp32 full verification changes nothing; three prompts, none differs.
+    assert plain["first_difference"] == classic["first_difference"] == [None] * 3
+    assert (plain["tau"], plain["acceptance_rate"], plain["kv_read_share"]) == (1, None, 1)
+    assert plain["speedup_over_plain"] == 1
+    assert 1 <= classic["tau"] <= 1 + demo.GAMMA
+    assert dustin["kv_read_share"] < 0.4 < classic["kv_read_share"] == 1
+    assert dustin["scoring_share"] > 0 == classic["scoring_share"]
+    assert 0 < dustin["coverage"] < 1
+    assert len(dustin["tokens_per_second_by_round"]) == 2
+    table = (folder / "demo.txt").read_text(encoding="utf-8")
+    assert f"{dustin['kv_read_share']:.1%}" in table and f"{dustin['kv_read_share']:.1%}" in printed
+
+
+def test_it_shows_progress_text_and_where_the_files_are(run):
+    printed, folder = run
+    assert "740/740 tokens" in printed
+    for method in ("plain", "classic speculative", "Dustin, k=64"):
+        assert method in printed
+    assert str(folder / "tokens_read.png") in printed.replace("\n", "")
+    assert (folder / "tokens_read.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_full_batch_steps_are_counted_alone():
+    stats = demo.RunStats()
+    stats.add_step(3, 9, {"draft": 1.0}, {"verify": 2.0})
+    stats.add_step(1, 1, {"draft": 1.0}, {"verify": 1.0})
+    assert demo._full(stats).tokens_per_second == 3
+    assert stats.total.tokens_per_second == 2
