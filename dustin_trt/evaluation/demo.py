@@ -67,8 +67,7 @@ def run_demo(
     console = console or Console()
     output.mkdir(parents=True, exist_ok=True)
     if dtype == "auto":
-        has_bfloat16 = {"amx_bf16", "avx512_bf16"} & set(machine.instruction_sets())
-        dtype = "bfloat16" if has_bfloat16 else "float32"
+        dtype = machine.fastest_dtype()
     model, books = assets.smollm2(), assets.books()
     methods = [
         Method("plain", {"draft": "none", "policy": "dense"}),
@@ -111,8 +110,19 @@ def run_demo(
             method.rounds.append(twin.stats)
     _report(methods, llm, keys, output, console)
     picture = output / "tokens_read.png"
-    row, key = max(keys.items(), key=lambda item: len(item[1].tokens))
-    draw_reading_map(picture, llm.tokenizer, key, methods[-1].outputs[row].selections)
+    key = max(keys.values(), key=lambda key: len(key.tokens))
+    dustin = llm.variant(**methods[-1].options)
+    (answer,) = dustin.generate({"prompt_token_ids": key.tokens}, params.replace(ignore_eos=False))
+    tale = max(range(len(TALES)), key=lambda row: len(prompts[row]))
+    draw_reading_map(
+        picture,
+        llm.tokenizer,
+        key,
+        answer,
+        TALES[tale][0].replace("_", " ").title(),
+        len(prompts[tale]),
+        methods[-1].outputs[tale].selections,
+    )
     console.print(f"\nWritten: {output / 'demo.txt'}, {output / 'demo.json'}, {picture}")
 
 

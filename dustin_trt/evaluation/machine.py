@@ -31,6 +31,12 @@ def instruction_sets() -> list[str]:
     return [name for name in known if name in flags]
 
 
+def fastest_dtype() -> str:
+    """What computes fastest here: "bfloat16" where the processor multiplies it, or "float32"."""
+    has_bfloat16 = {"amx_bf16", "avx512_bf16"} & set(instruction_sets())
+    return "bfloat16" if has_bfloat16 else "float32"
+
+
 def _processor() -> str:
     name = _cpuinfo("model name") or platform.processor() or platform.machine()
     return f"{name} ({', '.join(instruction_sets())})" if instruction_sets() else name

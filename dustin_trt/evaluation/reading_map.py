@@ -10,11 +10,13 @@ import numpy as np
 from torch import Tensor
 
 from dustin_trt.evaluation.passkey import PassKeyPrompt
+from dustin_trt.runtime.sequence import RequestOutput
 
 matplotlib.use("Agg")  # files only; works without a display
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 _AROUND = 70  # tokens shown before and after the pass key
 _WIDTH = 110  # characters a line
@@ -22,82 +24,81 @@ _READ = matplotlib.colormaps["Blues"]
 
 
 def draw_reading_map(
-    path: Path, tokenizer: Any, prompt: PassKeyPrompt, selections: list[Tensor | None]
+    path: Path,
+    tokenizer: Any,
+    prompt: PassKeyPrompt,
+    answer: RequestOutput,
+    tale: str,
+    tale_length: int,
+    tale_selections: list[Tensor | None],
 ) -> None:
-    """Draw what every step read of the prompt, and the text around the pass key.
+    """Draw what was read to answer with a pass key, and to tell about another prompt.
 
     Parameters
     ----------
     path : PNG to write
     tokenizer : to show tokens as text
-    prompt : the prompt and where its pass key stands
-    selections : a step's history positions `[count]` int32; None stands for all
+    prompt, answer : the prompt with the key, and its output with the selections recorded
+    tale, tale_length, tale_selections : name of the other one, its prompt tokens, and a step's
+        history positions `[count]` int32; None stands for all
     """
-    length = len(prompt.tokens)
-    read = np.zeros((len(selections), length), dtype=bool)
-    for step, chosen in enumerate(selections):
-        if chosen is None:
-            read[step] = True
-        else:
-            positions = chosen.numpy()
-            read[step, positions[positions < length]] = True
-
-    figure, (steps, share, text) = plt.subplots(
-        3, 1, figsize=(13, 9.5), height_ratios=(3, 1.3, 2.6), constrained_layout=True
+    asked = _read(answer.selections, len(prompt.tokens))
+    told = _read(tale_selections, tale_length)
+    figure, (answering, text, telling) = plt.subplots(
+        3, 1, figsize=(13, 9.5), height_ratios=(1.5, 2.2, 3), constrained_layout=True
     )
-    mean = read.sum(1).mean() if len(selections) else 0
-    figure.suptitle(
-        f"What {len(selections)} sparse verification passes read of a {length}-token prompt: "
-        f"{mean:.0f} tokens each, {mean / length:.0%}",
-        fontsize=14,
+    figure.suptitle("The prompt tokens that Dustin's verification passes read", fontsize=15)
+    _draw_steps(answering, asked, f'Answering "{answer.text.strip()}"')
+    answering.axvspan(prompt.needle.start, prompt.needle.stop, color="tab:orange", alpha=0.35, lw=0)
+    answering.annotate(
+        "the pass key",
+        (prompt.needle.stop, 0.5),
+        xytext=(6, 0),
+        xycoords=("data", "axes fraction"),
+        textcoords="offset points",
+        color="tab:orange",
+        fontweight="bold",
+        va="center",
     )
-    _draw_steps(steps, read, prompt.needle)
-    _draw_share(share, read, prompt.needle)
-    _draw_text(text, tokenizer, prompt, read.mean(0))
+    _draw_text(text, tokenizer, prompt, asked.mean(0))
+    _draw_steps(telling, told, f"Telling what happens in {tale}")
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
-def _draw_steps(axes: Axes, read: np.ndarray, needle: range) -> None:
+def _read(selections: list[Tensor | None], length: int) -> np.ndarray:
+    """Whether a step read a prompt token, `[steps, length]` bool."""
+    read = np.zeros((len(selections), length), dtype=bool)
+    for step, chosen in enumerate(selections):
+        positions = np.arange(length) if chosen is None else chosen.numpy()
+        read[step, positions[positions < length]] = True
+    return read
+
+
+def _draw_steps(axes: Axes, read: np.ndarray, title: str) -> None:
+    steps, length = read.shape
     step, position = read.nonzero()
-    axes.scatter(position, step, s=2.5, marker="s", linewidths=0, color="tab:blue")
-    axes.axvspan(needle.start, needle.stop, color="tab:orange", alpha=0.35, lw=0)
-    axes.annotate(
-        "the pass key",
-        (needle.start, -1),
-        xytext=(0, 4),
-        textcoords="offset points",
-        color="tab:orange",
-        ha="center",
-        va="bottom",
-        annotation_clip=False,
+    height = 0.8 if steps < 30 else 1.0
+    axes.vlines(position, step - height / 2, step + height / 2, lw=0.4, color="tab:blue")
+    mean = read.sum(1).mean()
+    axes.set_title(
+        f"{title}: {steps} passes, each over {mean:.0f} of {length} prompt tokens "
+        f"({mean / length:.0%})",
+        loc="left",
     )
     axes.set(
-        xlim=(-0.005 * read.shape[1], 1.005 * read.shape[1]),
-        ylim=(len(read) - 0.5, -1),
-        ylabel="step",
-        xlabel="position in the prompt (sink at the left, window at the right)",
+        xlim=(-0.005 * length, 1.005 * length),
+        ylim=(steps - 0.5, -0.5),
+        ylabel="pass",
+        xlabel="position in the prompt",
     )
-
-
-def _draw_share(axes: Axes, read: np.ndarray, needle: range) -> None:
-    size = max(1, read.shape[1] // 160)
-    edges = np.arange(0, read.shape[1] + size, size)
-    counts = np.add.reduceat(read.mean(0), edges[:-1][edges[:-1] < read.shape[1]])
-    axes.bar(edges[: len(counts)], counts / size, width=size, align="edge", color="tab:blue")
-    axes.axvspan(needle.start, needle.stop, color="tab:orange", alpha=0.35, lw=0)
-    axes.set(
-        xlim=(-0.005 * read.shape[1], 1.005 * read.shape[1]),
-        ylim=(0, 1),
-        ylabel="share of steps",
-        xlabel=f"mean over {size} neighbouring tokens",
-    )
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _draw_text(axes: Axes, tokenizer: Any, prompt: PassKeyPrompt, share: np.ndarray) -> None:
     """The tokens around the key, each as dark as often as it was read."""
     axes.axis("off")
-    axes.set_title("around the pass key: the darker a token, the more steps read it", loc="left")
+    axes.set_title("Around the pass key: the darker a token, the more passes read it", loc="left")
     start = max(0, prompt.needle.start - _AROUND)
     stop = min(len(prompt.tokens), prompt.needle.stop + _AROUND)
     column, line = 0, 0
@@ -108,7 +109,7 @@ def _draw_text(axes: Axes, tokenizer: Any, prompt: PassKeyPrompt, share: np.ndar
         darkness = float(share[position])
         axes.text(
             column / _WIDTH,
-            0.94 - line * 0.105,
+            0.9 - line * 0.125,
             piece.replace("$", r"\$"),
             family="monospace",
             fontsize=9.5,

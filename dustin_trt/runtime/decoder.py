@@ -221,7 +221,11 @@ class Decoder:
         free = [slot for slot in range(cache.num_slots) if slot not in taken]
         if not free:
             return None
-        slot = max(free, key=lambda s: (cache.resident_prefix(s, request.prompt), -s))
+        # The slot that holds most of the prompt, or else the one whose prompt is cheapest to lose.
+        slot = max(
+            free,
+            key=lambda s: (cache.resident_prefix(s, request.prompt), -len(cache.resident[s]), -s),
+        )
         for other in free:  # prompts kept for reuse make room for one that waits
             if not cache.can_reserve(slot, self._room(request)) and other != slot:
                 cache.release(other)

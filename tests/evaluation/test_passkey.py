@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dustin_trt import LLM, SamplingParams
-from dustin_trt.evaluation import assets
+from dustin_trt.evaluation import assets, machine
 from dustin_trt.evaluation.passkey import passkey_prompts
 from tests import tokenizer as tiny_tokenizer
 
@@ -51,7 +51,8 @@ def test_dustin_finds_the_keys_that_full_verification_finds_and_streaming_none()
     threads = torch.get_num_threads()
     torch.set_num_threads(os.cpu_count() or 1)
     try:
-        llm = LLM(assets.smollm2(), dtype="float32", max_batch_size=10, max_model_len=4112)
+        dtype = machine.fastest_dtype()
+        llm = LLM(assets.smollm2(), dtype=dtype, max_batch_size=10, max_model_len=4112)
         text = assets.books()["winters_tale"].read_text(encoding="utf-8")
         prompts = passkey_prompts(llm.tokenizer, text, length=4096, count=10, seed=1)
 

@@ -311,3 +311,13 @@ class TestPrefixReuse:
         [output] = model.generate(ids(self.TEXT[:60]), GREEDY)
         assert output.finish_reason == "length"
         assert output.stats.cached_prompt_tokens == 0
+
+
+def test_a_finished_prompt_is_kept_while_other_slots_are_empty():
+    model = llm(None, policy="dense", max_batch_size=3)
+    prompts = [prompt(60, seed) for seed in range(3)]
+    model.generate(ids(*prompts), SamplingParams(max_tokens=1))  # each ends before the next begins
+    outputs = model.generate(ids(*prompts), SamplingParams(max_tokens=2))
+    assert [output.stats.cached_prompt_tokens for output in outputs] == [59] * 3
+    model.generate(ids(prompt(20), prompts[1]), SamplingParams(max_tokens=1))
+    assert sorted(map(len, model.decoder.target.cache.resident)) == [20, 60, 60]
