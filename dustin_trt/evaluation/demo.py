@@ -30,7 +30,7 @@ GAMMA = 2
 
 # (book, tokens of the prompt): four to tell about, two with a pass key hidden in them.
 TALES = (("hamlet", 2048), ("macbeth", 3072), ("othello", 4096), ("king_lear", 6000))
-PASS_KEYS = (("winters_tale", 3584), ("winters_tale", 5120))
+PASS_KEYS = (("coriolanus", 3584), ("winters_tale", 5120))
 PARTS = ("draft", "score", "select", "verify", "accept")
 
 
@@ -112,7 +112,9 @@ def run_demo(
     picture = output / "tokens_read.png"
     key = max(keys.values(), key=lambda key: len(key.tokens))
     dustin = llm.variant(**methods[-1].options)
-    (answer,) = dustin.generate({"prompt_token_ids": key.tokens}, params.replace(ignore_eos=False))
+    # The answer and no more: the model likes to ramble on.
+    briefly = SamplingParams(max_tokens=16, stop=(".",))
+    (answer,) = dustin.generate({"prompt_token_ids": key.tokens}, briefly)
     tale = max(range(len(TALES)), key=lambda row: len(prompts[row]))
     draw_reading_map(
         picture,

@@ -48,7 +48,7 @@ def draw_reading_map(
         3, 1, figsize=(13, 9.5), height_ratios=(1.5, 2.2, 3), constrained_layout=True
     )
     figure.suptitle("The prompt tokens that Dustin's verification passes read", fontsize=15)
-    _draw_steps(answering, asked, f'Answering "{answer.text.strip()}"')
+    _draw_steps(answering, asked, f'Answering "{_printable(answer.text.strip())}"')
     answering.axvspan(prompt.needle.start, prompt.needle.stop, color="tab:orange", alpha=0.35, lw=0)
     answering.annotate(
         "the pass key",
@@ -103,14 +103,14 @@ def _draw_text(axes: Axes, tokenizer: Any, prompt: PassKeyPrompt, share: np.ndar
     stop = min(len(prompt.tokens), prompt.needle.stop + _AROUND)
     column, line = 0, 0
     for position in range(start, stop):
-        piece = tokenizer.decode([prompt.tokens[position]]).replace("\n", "¶")
+        piece = _printable(tokenizer.decode([prompt.tokens[position]]))
         if column + len(piece) > _WIDTH:
             column, line = 0, line + 1
         darkness = float(share[position])
         axes.text(
             column / _WIDTH,
             0.9 - line * 0.125,
-            piece.replace("$", r"\$"),
+            piece,
             family="monospace",
             fontsize=9.5,
             color="white" if darkness > 0.6 else "black",
@@ -120,3 +120,9 @@ def _draw_text(axes: Axes, tokenizer: Any, prompt: PassKeyPrompt, share: np.ndar
             va="top",
         )
         column += len(piece)
+
+
+def _printable(text: str) -> str:
+    """Text that a picture can show: one line, no control characters, no formula."""
+    shown = text.replace("\n", "¶").replace("$", r"\$")
+    return "".join(letter if letter.isprintable() else "·" for letter in shown)

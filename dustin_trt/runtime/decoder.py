@@ -221,11 +221,12 @@ class Decoder:
         free = [slot for slot in range(cache.num_slots) if slot not in taken]
         if not free:
             return None
-        # The slot that holds most of the prompt, or else the one whose prompt is cheapest to lose.
-        slot = max(
-            free,
-            key=lambda s: (cache.resident_prefix(s, request.prompt), -len(cache.resident[s]), -s),
-        )
+
+        def gain(slot: int) -> int:  # tokens that need no second prefill, less those that may
+            reused = cache.resident_prefix(slot, request.prompt)
+            return reused - (len(cache.resident[slot]) - reused)
+
+        slot = max(free, key=gain)
         for other in free:  # prompts kept for reuse make room for one that waits
             if not cache.can_reserve(slot, self._room(request)) and other != slot:
                 cache.release(other)

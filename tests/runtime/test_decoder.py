@@ -315,7 +315,8 @@ class TestPrefixReuse:
 
 def test_a_finished_prompt_is_kept_while_other_slots_are_empty():
     model = llm(None, policy="dense", max_batch_size=3)
-    prompts = [prompt(60, seed) for seed in range(3)]
+    # They begin alike, as chats do, which is no reason to give up a whole prompt.
+    prompts = [prompt(6) + prompt(54, seed) for seed in range(3)]
     model.generate(ids(*prompts), SamplingParams(max_tokens=1))  # each ends before the next begins
     outputs = model.generate(ids(*prompts), SamplingParams(max_tokens=2))
     assert [output.stats.cached_prompt_tokens for output in outputs] == [59] * 3
