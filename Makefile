@@ -4,7 +4,7 @@ PYTHON ?= python3
 DEMO_OUTPUT ?= demo_output
 DTYPE ?=
 DEMO_ARGS ?=
-PYTEST_ARGS ?= -q
+PYTEST_ARGS ?= -q -n 2
 
 BIN := .venv/bin
 CONSTRAINTS := build_scripts/constraints.txt
@@ -32,7 +32,7 @@ $(READY): pyproject.toml $(CONSTRAINTS)
 demo: $(READY) ## Run the demo on a real model (DTYPE=float32, DEMO_OUTPUT=folder, DEMO_ARGS=more)
 	@$(BIN)/dustin-trt demo --output $(DEMO_OUTPUT) $(if $(DTYPE),--dtype $(DTYPE)) $(DEMO_ARGS)
 
-test: $(READY) ## Fetch the test model and text, then run the tests (PYTEST_ARGS="-q -n 2")
+test: $(READY) ## Fetch the test model and text, then run the tests (PYTEST_ARGS="-q --durations=10")
 	@$(BIN)/python -m dustin_trt.evaluation.assets
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 

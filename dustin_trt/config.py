@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -48,7 +48,7 @@ class ModelSpec:
         """How many KV heads `heads` read: what scoring them costs, whatever their own number."""
         return len({(layer, self.kv_head(head)) for layer, head in heads})
 
-    def all_heads(self, layers: range | list[int] | None = None) -> tuple[Head, ...]:
+    def all_heads(self, layers: Iterable[int] | None = None) -> tuple[Head, ...]:
         """Every query head of `layers` (of all layers when None)."""
         layers = range(self.num_layers) if layers is None else layers
         return tuple(Head(layer, head) for layer in layers for head in range(self.num_heads))
@@ -201,22 +201,29 @@ def _check_spec(role: str, made_for: dict[str, Any] | None, model: ModelSpec) ->
             )
 
 
-def default_config(target: ModelSpec, draft: ModelSpec | None, **fields: Any) -> DustinConfig:
-    """What is used before a calibration exists: every head of a few layers in mid-depth.
+def default_config(
+    target: ModelSpec, draft: ModelSpec | None, draft_layers: Sequence[int] = ()
+) -> DustinConfig:
+    """What is used before a calibration exists: every head of three layers in mid-depth.
 
     Nobody searched for these heads. Scoring every head finds more; a calibrated handful costs less.
+
+    Parameters
+    ----------
+    target, draft : shapes of the models
+    draft_layers : the layers the draft has, where it is the target without some
     """
+    layers = draft_layers or range(draft.num_layers if draft else 0)
     return DustinConfig.make(
-        target_heads=target.all_heads(_middle_layers(target)),
-        draft_heads=draft.all_heads(_middle_layers(draft)) if draft else (),
+        target_heads=target.all_heads(_middle(range(target.num_layers))),
+        draft_heads=draft.all_heads(_middle(layers)) if draft else (),
         calibrated=False,
-        **fields,
     )
 
 
-def _middle_layers(spec: ModelSpec) -> list[int]:
-    last = spec.num_layers - 1
-    return sorted({min(round(spec.num_layers * share), last) for share in (0.3, 0.5, 0.7)})
+def _middle(layers: Sequence[int]) -> list[int]:
+    last = len(layers) - 1
+    return sorted({layers[min(round(len(layers) * share), last)] for share in (0.3, 0.5, 0.7)})
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

@@ -28,6 +28,7 @@ class PagedKVCache:
     page_size : tokens a page; None makes one page a slot (a contiguous cache, which torch ops
         read without a copy)
     num_pages : size of the pool; None gives every slot its full capacity
+    beside : bytes that other caches may come to take of the same memory
 
     Attributes
     ----------
@@ -54,6 +55,7 @@ class PagedKVCache:
         capacity: int,
         page_size: int | None = None,
         num_pages: int | None = None,
+        beside: int = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -68,7 +70,7 @@ class PagedKVCache:
             f"a KV cache of {size / 2**30:.1f} GiB ({num_slots} slots of {capacity} tokens): "
             "lower max_batch_size or max_model_len"
         )
-        if torch.device(device).type == "cpu" and size > _physical_memory():
+        if torch.device(device).type == "cpu" and size + beside > _physical_memory():
             raise MemoryError(f"this machine has no memory for {wanted}")
         try:
             # zeros, not empty: the system hands out zeroed pages only when they are touched, so a
@@ -119,13 +121,17 @@ class PagedKVCache:
         owned += [self._free.pop() for _ in range(wanted)]
         self.page_table[slot, : len(owned)] = torch.tensor(owned, dtype=torch.int32)
 
+    def forget(self, slot: int) -> None:
+        """Forget the slot's tokens; its pages stay its own."""
+        self.resident[slot] = []
+        self.lengths[slot] = 0
+
     def release(self, slot: int) -> None:
-        """Return the slot's pages and forget its tokens."""
+        """Forget the slot's tokens and return its pages."""
+        self.forget(slot)
         self._free += self._owned[slot][::-1]
         self._owned[slot] = []
-        self.resident[slot] = []
         self.page_table[slot] = 0
-        self.lengths[slot] = 0
 
     def rows(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Page table `[B, max_pages]` and lengths `[B]` of a batch of `slots [B]`."""

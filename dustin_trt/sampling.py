@@ -1,7 +1,8 @@
 """Sampling and acceptance: greedy match and rejection sampling.
 
 Everything is fp32 (cumulative sums fp64) from the very logits a token was sampled from, so that
-the output distribution is exactly the verifier's (Leviathan et al., arXiv 2211.17192, appendix A).
+the output distribution is exactly the verifier's (Leviathan et al., arXiv 2211.17192, appendix A),
+as long as the verifier's distribution does not itself depend on the drafts (see `DustinPolicy`).
 """
 
 from __future__ import annotations

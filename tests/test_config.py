@@ -98,6 +98,7 @@ BAD_FIELDS = {
     "budget null": ({"budget": None}, "budget:"),
     "gamma 0": ({"gamma": 0}, "gamma:"),
     "gamma negative": ({"gamma": -1}, "gamma:"),
+    "a head twice": ({"target_heads": [[0, 1], [0, 1]]}, "target_heads lists a head twice"),
     "lookahead too large": ({"budget": 64, "lookahead": 45}, "lookahead 45", "44"),
     "lookahead negative": ({"lookahead": -1}, "lookahead:"),
     "sink negative": ({"sink": -1}, "sink:"),
@@ -241,14 +242,15 @@ class TestCheck:
 
 
 def test_default_config_is_marked_uncalibrated():
-    config = default_config(TARGET, DRAFT, budget=128)
+    config = default_config(TARGET, DRAFT)
     assert not config.calibrated
-    assert config.budget == 128
     config.check(TARGET, DRAFT, None)
     assert {head.layer for head in config.target_heads} == {8, 14, 20}
     assert len(config.target_heads) == 3 * 28
     assert len(config.draft_heads) == 3 * 14
     assert not default_config(TARGET, None).draft_heads
+    skipping = default_config(TARGET, TARGET, [*range(8), *range(20, 28)])  # 16 layers are left
+    assert {head.layer for head in skipping.draft_heads} == {5, 20, 23}
     assert DustinConfig().calibrated
 
 

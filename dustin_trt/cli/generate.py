@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from dustin_trt.cli import ERROR_LINES, INTERRUPTED, OK
 from dustin_trt.runtime.batch_output import check_files
 from dustin_trt.runtime.sampling_params import SamplingParams
 
@@ -53,8 +54,8 @@ def run(
     if not quiet or failed or summary.interrupted:
         _say(describe(summary, output))
     if summary.interrupted:
-        return 130
-    return 1 if failed else 0
+        return INTERRUPTED
+    return ERROR_LINES if failed else OK
 
 
 def _say(line: str) -> None:

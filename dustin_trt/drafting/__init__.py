@@ -5,10 +5,7 @@ from dustin_trt.drafting.draft_model import DraftModel, LayerSkipDraft
 from dustin_trt.drafting.lookup import LookupDrafter
 from dustin_trt.drafting.none import NoDrafter
 
-DRAFTERS: tuple[type[Drafter], ...] = (NoDrafter, LookupDrafter, LayerSkipDraft, DraftModel)
-
 __all__ = [
-    "DRAFTERS",
     "Batch",
     "DraftModel",
     "Drafter",

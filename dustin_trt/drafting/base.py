@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -67,16 +66,7 @@ class Proposal:
 
 
 class Drafter(ABC):
-    """Where draft tokens come from.
-
-    Attributes
-    ----------
-    has_lookahead : whether its attention can score the history
-    want_lookahead : set by the loop: whether the policy uses those scores
-    """
-
-    has_lookahead: ClassVar[bool] = False
-    want_lookahead: bool = False
+    """Where draft tokens come from."""
 
     def admit(self, slot: int, tokens: Sequence[int], reserve: int) -> None:  # noqa: B027
         """A prompt enters `slot`, to grow to `reserve` tokens at most."""

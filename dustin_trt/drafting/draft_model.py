@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dustin_trt import ops
 from dustin_trt.drafting.base import Batch, Drafter, Proposal, no_drafts
-from dustin_trt.engines.base import Dense, Engine, Indices, NonFiniteError, Selection
+from dustin_trt.engines.base import Dense, Engine, Indices, Selection
 from dustin_trt.sampling import draft_probabilities, sample
 
 
@@ -22,6 +22,7 @@ class DraftModel(Drafter):
     engine : the draft model; its retrieval heads give the lookahead scores
     target_vocab_size : width of the target's logits; a draft vocabulary padded to another width is
         cut or filled up to it, so that nothing is drafted that the target does not have
+    lookahead : whether to score the history with the queries of the drafts
     cache_window : history tokens the draft itself reads, sink included (MagicDec, arXiv
         2408.11049); None reads all. Its cache keeps everything either way: the lookahead scores
         the whole history.
@@ -29,13 +30,12 @@ class DraftModel(Drafter):
     prefill_chunk : prompt tokens a forward pass
     """
 
-    has_lookahead = True
-
     def __init__(
         self,
         engine: Engine,
         target_vocab_size: int,
         *,
+        lookahead: bool = False,
         cache_window: int | None = None,
         sink: int = 4,
         prefill_chunk: int = 512,
@@ -43,6 +43,7 @@ class DraftModel(Drafter):
         if cache_window is not None and cache_window <= sink:
             raise ValueError(f"draft window {cache_window} must be larger than its sink {sink}")
         self.engine = engine
+        self.lookahead = lookahead
         self.target_vocab_size = target_vocab_size
         self.cache_window = cache_window
         self.sink = sink
@@ -52,10 +53,7 @@ class DraftModel(Drafter):
         """Prefill the draft's own cache."""
         last = self.engine.spec.vocab_size - 1
         self.engine.cache.reserve(slot, reserve)
-        try:
-            self.engine.prefill(slot, [min(t, last) for t in tokens], chunk=self.prefill_chunk)
-        except NonFiniteError as error:
-            raise NonFiniteError(f"the draft's {error.where}") from error
+        self.engine.prefill(slot, [min(t, last) for t in tokens], chunk=self.prefill_chunk)
         # The first step runs the prompt's last token again and reads its window only, so what it
         # writes there is not what a later prompt with the same beginning may reuse.
         self.engine.cache.resident[slot].pop()
@@ -70,7 +68,7 @@ class DraftModel(Drafter):
         counts = batch.limits.clamp(max=gamma)
         # A row at its limit still looks ahead from its last token, so that what it reads does not
         # depend on whether its neighbours draft.
-        looks = counts.clamp(min=1) if self.want_lookahead else counts
+        looks = counts.clamp(min=1) if self.lookahead else counts
         steps = int(looks.max())
         if steps == 0:
             return no_drafts(batch)
@@ -86,7 +84,9 @@ class DraftModel(Drafter):
                 batch.slots, window, offset, self._reading(batch.slots, offset)
             )
             # A draft that overflows is a bad draft, no more: verification judges what it proposes.
-            logits = _fit_vocabulary(logits.nan_to_num(), self.target_vocab_size)
+            # The bounds leave room for the division by a temperature.
+            logits = logits.nan_to_num(posinf=1e30, neginf=-1e30)
+            logits = _fit_vocabulary(logits, self.target_vocab_size)
             p = draft_probabilities(logits, batch.sampling)
             token = sample(logits, p, batch.uniforms[:, i], batch.sampling)
             tokens.append(token)
@@ -96,7 +96,7 @@ class DraftModel(Drafter):
             window = token[:, None]
         drafted = time.perf_counter()
         scores = None
-        if self.want_lookahead:
+        if self.lookahead:
             stashed = torch.stack(queries, 1)
             scores = self.engine.attention_scores(batch.slots, stashed, looks)
         width = int(counts.max())

@@ -89,17 +89,6 @@ class Prefill:
     reused: int
 
 
-class NonFiniteError(RuntimeError):
-    """A forward pass produced NaN or infinite logits for one row; `where` names the place."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__(
-            f"the model produced non-finite logits, first in {where}: check the checkpoint, or use "
-            "dtype float32 or bfloat16 instead of float16"
-        )
-        self.where = where
-
-
 class Engine(Protocol):
     """A model, its cache and its retrieval heads, on some backend.
 

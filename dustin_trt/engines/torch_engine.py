@@ -13,7 +13,6 @@ from dustin_trt.config import Head
 from dustin_trt.engines.base import (
     Dense,
     Indices,
-    NonFiniteError,
     Prefill,
     Selection,
     Verification,
@@ -21,6 +20,8 @@ from dustin_trt.engines.base import (
 from dustin_trt.kv_cache import PagedKVCache
 from dustin_trt.metrics import attention_recovery_rate
 from dustin_trt.models.causal_lm import CausalLM
+
+_DIAGNOSED_AT_ONCE = 512  # tokens
 
 
 class TorchEngine:
@@ -62,17 +63,13 @@ class TorchEngine:
         for start in range(reused, len(tokens), chunk):
             part = tokens[start : start + chunk]
             window = torch.tensor([part], device=self._device)
-            step = _Step(self, row, 0, _Read(), self.srh_heads, last_only=True)
+            step = _Step(self, row, 0, None, self.srh_heads, last_only=True)
             logits = self.model.forward(window, step.positions(len(part)), step, last_only=True)
             cache.lengths[slot] = start + len(part)
             cache.resident[slot] += part
             if progress:
                 progress(start + len(part))
-        logits = logits[0, -1]
-        if not torch.isfinite(logits).all():
-            cache.lengths[slot], cache.resident[slot] = 0, []
-            raise NonFiniteError(self.non_finite_place(slot, torch.tensor(tokens)))
-        return Prefill(logits, step.queries()[0, -1], reused)
+        return Prefill(logits[0, -1], step.queries()[0, -1], reused)
 
     @torch.inference_mode()
     def verify(
@@ -88,8 +85,9 @@ class TorchEngine:
         step = _Step(self, slots, 0, read, self.srh_heads if heads is None else heads)
         logits = self.model.forward(tokens, step.positions(tokens.shape[1]), step)
         clock.lap("verify")
-        counts = self.cache.lengths[slots] if read.counts is None else read.counts
-        return Verification(logits, step.queries(), coverage, counts, read.indices, clock.seconds)
+        counts = read.counts if read else self.cache.lengths[slots]
+        indices = read.indices if read else None
+        return Verification(logits, step.queries(), coverage, counts, indices, clock.seconds)
 
     @torch.inference_mode()
     def propose_step(
@@ -135,23 +133,32 @@ class TorchEngine:
         self.cache.lengths[slots] += counts.to(self.cache.lengths.dtype)
 
     def non_finite_place(self, slot: int, tokens: Tensor) -> str:
-        """See `Engine.non_finite_place`; reads the whole history."""
+        """See `Engine.non_finite_place`; reads densely, and runs long prompts in parts."""
         row = torch.tensor([slot], device=self._device)
-        step = _Step(self, row, 0, _Read(), ())
-        tokens = tokens.to(self._device)[None]
-        return self.model.first_non_finite(tokens, step.positions(tokens.shape[1]), step)
+        length = self.cache.lengths[slot].clone()
+        place = None
+        for part in tokens.to(self._device).split(_DIAGNOSED_AT_ONCE):
+            step = _Step(self, row, 0, None, (), last_only=True)
+            place = self.model.first_non_finite(part[None], step.positions(len(part)), step)
+            if place:
+                break
+            self.cache.lengths[slot] += len(part)
+        self.cache.lengths[slot] = length
+        return place or "sparse attention"
 
     @property
     def _device(self) -> torch.device:
         return self.cache.lengths.device
 
-    def _select(self, slots: Tensor, selection: Selection, clock: _Clock) -> tuple[_Read, Tensor]:
-        """Carry out a selection: which tokens to read, and their coverage `[B]`."""
+    def _select(
+        self, slots: Tensor, selection: Selection, clock: _Clock
+    ) -> tuple[Indices | None, Tensor]:
+        """Carry out a selection: which tokens to read (None: all), and their coverage `[B]`."""
         unknown = torch.full((len(slots),), float("nan"), device=self._device)
         if isinstance(selection, Dense):
-            return _Read(), torch.ones_like(unknown)
+            return None, torch.ones_like(unknown)
         if isinstance(selection, Indices):
-            return _Read(selection.indices, selection.counts), unknown
+            return selection, unknown
 
         lengths = self.cache.lengths[slots]
         target_scores, draft_scores = None, selection.lookahead_scores
@@ -180,15 +187,7 @@ class TorchEngine:
             coverage = attention_recovery_rate(target_scores, indices, counts)
         coverage = torch.where(counts == lengths, torch.ones_like(coverage), coverage)
         clock.lap("select")
-        return _Read(indices, counts), coverage
-
-
-class _Read:
-    """The history tokens a pass reads; everything when `indices` is None."""
-
-    def __init__(self, indices: Tensor | None = None, counts: Tensor | None = None) -> None:
-        self.indices = indices
-        self.counts = counts
+        return Indices(indices, counts), coverage
 
 
 class _Step:
@@ -199,7 +198,7 @@ class _Step:
         engine: TorchEngine,
         slots: Tensor,
         offset: int,
-        read: _Read,
+        read: Indices | None,
         heads: tuple[Head, ...],
         *,
         last_only: bool = False,
@@ -232,7 +231,7 @@ class _Step:
             self._stash[layer] = rows[:, :, [self._heads[c].head for c in self._columns[layer]]]
         self._empty = q[:, :, :0]
         where = (k_cache, v_cache, self._pages, self._lengths)
-        if self._read.indices is None:
+        if self._read is None:
             return ops.dense_attention(q, *where, scale)[0]
         return ops.sparse_attention(q, *where, self._read.indices, self._read.counts, scale)[0]
 

@@ -1,1 +1,1 @@
-"""Judging a configuration: retrieval, perplexity, throughput; the real model and text for it."""
+"""The demo, the real model and text it runs on, and pass-key retrieval."""

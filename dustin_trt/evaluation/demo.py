@@ -1,4 +1,4 @@
-"""`dustin-trt demo`: plain, classic speculative and Dustin decoding of real text, side by side."""
+"""`dustin-trt demo`: plain, speculative and Dustin decoding of real text, side by side."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Method:
     """One way to decode, and what its rounds gave."""
 
     name: str
-    options: dict[str, Any]
+    llm: LLM
     rounds: list[RunStats] = field(default_factory=list)
     outputs: list[RequestOutput] = field(default_factory=list)
 
@@ -53,7 +53,10 @@ def run_demo(
     rounds: int = 3,
     console: Console | None = None,
 ) -> None:
-    """Decode six long prompts in three ways; print and write a table and a picture.
+    """Decode six long prompts in four ways; print and write a table and a picture.
+
+    Plain; classic speculative decoding; MagicDec, whose draft reads a window of the history only;
+    and Dustin with the same windowed draft, so that the last two differ in verification alone.
 
     Parameters
     ----------
@@ -66,17 +69,11 @@ def run_demo(
     """
     console = console or Console()
     output.mkdir(parents=True, exist_ok=True)
+    if max_new_tokens < 2:
+        raise ValueError("max_new_tokens must be at least 2: the first token comes from prefill")
     if dtype == "auto":
         dtype = machine.fastest_dtype()
     model, books = assets.smollm2(), assets.books()
-    methods = [
-        Method("plain", {"draft": "none", "policy": "dense"}),
-        Method("classic speculative", {"draft": SELF_DRAFT, "policy": "dense"}),
-        Method(
-            f"Dustin, k={budget}",
-            {"draft": SELF_DRAFT, "policy": "dustin", "budget": budget, "draft_window": budget},
-        ),
-    ]
     size = len(TALES) + len(PASS_KEYS)
     llm = LLM(
         model,
@@ -86,9 +83,16 @@ def run_demo(
         max_batch_size=size,
         record_selections=True,
     )
+    windowed = {"draft": SELF_DRAFT, "draft_window": budget}
+    methods = [
+        Method("plain", llm.variant(draft="none", policy="dense")),
+        Method("classic", llm.variant(draft=SELF_DRAFT, policy="dense")),
+        Method(f"MagicDec {budget}", llm.variant(**windowed, policy="dense")),
+        Method(f"Dustin {budget}", llm.variant(**windowed, policy="dustin", budget=budget)),
+    ]
     prompts, keys = _prompts(llm.tokenizer, books)
-    # Every method decodes as many tokens, so that their times compare; the texts shown end where
-    # the model ended them.
+    # Every method decodes as many tokens, so that their times compare; what is shown and judged
+    # ends where the model ended it.
     params = SamplingParams(max_tokens=max_new_tokens, ignore_eos=True)
     lengths = ", ".join(str(len(tokens)) for tokens in prompts)
     console.print(
@@ -100,21 +104,19 @@ def run_demo(
     _prefill(llm, requests, sum(map(len, prompts)), console)
     for turn in range(rounds):
         for method in methods:
-            twin = llm.variant(**method.options)
             if turn == 0:
                 console.print(Rule(method.name, align="left"))
-                method.outputs = _stream_first(twin, requests, params, console)
+                method.outputs = _stream_first(method.llm, requests, params, console)
             else:
                 with console.status(f"round {turn + 1} of {rounds}: {method.name}"):
-                    twin.generate(requests, params)
-            method.rounds.append(twin.stats)
+                    method.llm.generate(requests, params)
+            method.rounds.append(method.llm.stats)
     _report(methods, llm, keys, output, console)
     picture = output / "tokens_read.png"
     key = max(keys.values(), key=lambda key: len(key.tokens))
-    dustin = llm.variant(**methods[-1].options)
     # The answer and no more: the model likes to ramble on.
     briefly = SamplingParams(max_tokens=16, stop=(".",))
-    (answer,) = dustin.generate({"prompt_token_ids": key.tokens}, briefly)
+    (answer,) = methods[-1].llm.generate({"prompt_token_ids": key.tokens}, briefly)
     tale = max(range(len(TALES)), key=lambda row: len(prompts[row]))
     draw_reading_map(
         picture,
@@ -185,8 +187,9 @@ def _stream_first(
 ) -> list[RequestOutput]:
     """Decode everything, printing the first prompt's text as its steps commit it."""
     outputs: dict[int, RequestOutput] = {}
+    ended = False
     for chunk in llm.stream(requests, params):
-        if chunk.key == 0:
+        if chunk.key == 0 and not (ended := ended or not llm.eos.isdisjoint(chunk.token_ids)):
             console.out(chunk.text, end="", highlight=False)
         if chunk.output:
             outputs[chunk.key] = chunk.output
@@ -224,7 +227,7 @@ def _row(
     method: Method, methods: list[Method], llm: LLM, keys: dict[int, PassKeyPrompt]
 ) -> dict[str, Any]:
     """One method's figures: medians over rounds for times, the first round for the rest."""
-    full = methods[1].outputs  # classic: the same drafts under full verification
+    full = methods[1].outputs  # classic: full verification
     stats = [o.stats for o in method.outputs]
     steps = sum(s.steps for s in stats)
     drafted = sum(s.drafted for s in stats)
@@ -239,7 +242,7 @@ def _row(
         "tau": sum(s.step_tokens for s in stats) / steps,
         "acceptance_rate": sum(s.accepted for s in stats) / drafted if drafted else None,
         "kv_read_share": sum(s.history_read for s in stats) / sum(s.history for s in stats),
-        "scoring_share": llm.variant(**method.options).scoring_share,
+        "scoring_share": method.llm.scoring_share,
         "coverage": statistics.mean(known) if known else None,
         "first_difference": [
             _first_difference(o.token_ids, f.token_ids)
@@ -273,8 +276,9 @@ def _table(rows: list[dict[str, Any]], prompts: int, new_tokens: int) -> Table:
             f"Medians of the rounds, over the steps that all {prompts} prompts took part in; the "
             "prompts were cached before. KV read: history tokens a verification pass reads, and "
             "keys read to score the history, over a full read. First difference: the new token "
-            f"(of {new_tokens}) at which an output departs from full verification of the same "
-            "drafts, the earliest; bfloat16 rounding alone can cause one."
+            f"(of {new_tokens}) at which an output departs from the classic one, the "
+            "earliest; bfloat16 rounding alone can cause one. MagicDec and Dustin draft with a "
+            "window of the history, and differ in verification only."
         ),
         caption_justify="left",
     )

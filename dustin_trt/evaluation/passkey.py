@@ -73,7 +73,7 @@ def passkey_prompts(
         key = str(random_source.randint(10000, 99999))
         needle = encode(_NEEDLE.format(key=key))
         room = length - len(head) - len(tail) - len(needle)
-        start = i * (len(hay) - room) // max(1, count - 1) if count > 1 else 0
+        start = i * (len(hay) - room) // max(1, count - 1)
         depth = int(room * random_source.uniform(0.05, 0.9))
         hidden = hay[start : start + depth] + needle + hay[start + depth : start + room]
         at = len(head) + depth

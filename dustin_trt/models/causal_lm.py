@@ -148,8 +148,10 @@ class CausalLM:
         draft.model.model.layers = nn.ModuleList(self.model.model.layers[i] for i in kept)
         return draft
 
-    def first_non_finite(self, tokens: Tensor, positions: Tensor, step: AttentionStep) -> str:
-        """Where a forward pass first produces NaN or infinity: "embedding", "layer 3", "output"."""
+    def first_non_finite(
+        self, tokens: Tensor, positions: Tensor, step: AttentionStep
+    ) -> str | None:
+        """Where a pass first produces NaN or infinity: "embedding", "layer 3", "output" or None."""
         found: list[str] = []
 
         def watch(name: str) -> Any:
@@ -165,11 +167,13 @@ class CausalLM:
         places += [(f"layer {i}", m) for i, m in zip(self.layers, inner.layers, strict=True)]
         hooks = [module.register_forward_hook(watch(name)) for name, module in places]
         try:
-            self.forward(tokens, positions, step)
+            logits = self.forward(tokens, positions, step, last_only=True)
         finally:
             for hook in hooks:
                 hook.remove()
-        return found[0] if found else "output"
+        if not torch.isfinite(logits).all():
+            found.append("output")
+        return found[0] if found else None
 
 
 def _shallow(module: Any) -> Any:

@@ -7,6 +7,7 @@ bit-identical to dense verification.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -47,17 +48,26 @@ def attend_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, T
     _, kv_heads, n, _ = k.shape
     group = heads // kv_heads
     folded = q.view(rows, w, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
-    mask = None
-    if w > 1:
-        future = _future(w, n, q.device)
-        mask = torch.zeros(w, n, dtype=q.dtype).masked_fill_(future, float("-inf"))
-        mask = mask.repeat(group, 1)[None, None]
+    # Every layer of a pass asks for the same masks; those of a prefill are too large to keep.
+    make_mask = _causal_mask if w <= _KEPT_WINDOW else _causal_mask.__wrapped__
+    mask = make_mask(group, w, n, q.dtype) if w > 1 else None
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         folded.reshape(rows, kv_heads, group * w, dim), k, v, attn_mask=mask, scale=scale
     )
     out = out.view(rows, kv_heads, group, w, dim).permute(0, 3, 1, 2, 4).reshape(q.shape)
     lse = lse.reshape(rows, kv_heads, group, w).permute(0, 3, 1, 2).reshape(rows, w, heads)
     return out, lse.float()
+
+
+_KEPT_WINDOW = 32
+
+
+@lru_cache(maxsize=64)
+def _causal_mask(group: int, w: int, n: int, dtype: torch.dtype) -> Tensor:
+    """Additive mask `[1, 1, group * w, n]` for w queries a head of a group."""
+    mask = torch.zeros(w, n, dtype=dtype)
+    mask.masked_fill_(_future(w, n, mask.device), float("-inf"))
+    return mask.repeat(group, 1)[None, None]
 
 
 def _future(w: int, n: int, device: torch.device) -> Tensor:

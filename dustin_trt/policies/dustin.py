@@ -22,6 +22,14 @@ class DustinPolicy(Policy):
     signal : "hybrid" (both), "history" (the target's query of the last accepted token) or
         "lookahead" (the draft's attention while it drafted); the latter two are the paper's
         ablations, and "history" serves drafters without attention
+
+    Notes
+    -----
+    With "history" what is read is settled before anything is drafted, so sampled outputs follow
+    the sparse verifier's distribution exactly. The lookahead looks at the drafts, hence what is
+    read, and with it the verifier, depends on which drafts were sampled: rejection sampling is
+    then exact for each window's own verifier, but no longer for one fixed distribution. The paper
+    does not discuss this; greedy decoding is not concerned.
     """
 
     name = "dustin"

@@ -11,7 +11,8 @@ from dustin_trt.policies.base import Policy
 class OraclePolicy(Policy):
     """`TopK_k` of the window's own mean attention over all layers and heads.
 
-    Bounds every policy, and costs more than full verification: it runs one first.
+    Bounds every policy, and costs more than full verification: it runs one first. What it reads
+    depends on the drafts, as with the lookahead of `DustinPolicy`.
     """
 
     name = "oracle"

@@ -102,7 +102,7 @@ def run_batch(
     llm : decodes
     input_path, output_path : JSONL files
     defaults : for parameters that a line does not bring. Their seed is mixed with the line's id
-        (see `mix_seed`): equal prompts differ, and a run started again gives the same texts.
+        (see `mix_seed`): equal prompts differ, and a run started again draws the same.
     progress : called after every step of a request and every part of a prefill
 
     Returns

@@ -11,7 +11,7 @@ import torch
 
 from dustin_trt import sampling
 from dustin_trt.drafting import Batch, Drafter, Proposal
-from dustin_trt.engines.base import Engine, NonFiniteError, Verification
+from dustin_trt.engines.base import Engine, Verification
 from dustin_trt.policies import Policy
 from dustin_trt.runtime.sequence import Chunk, Request, Sequence
 from dustin_trt.runtime.stats import RunStats
@@ -64,7 +64,6 @@ class Decoder:
         self.on_prefill = on_prefill
         self.stats = RunStats()
         self._running: list[Sequence] = []
-        drafter.want_lookahead = policy.needs_lookahead
 
     def run(self, requests: Iterable[Request]) -> Generator[Chunk, None, None]:
         """Serve requests in order, yielding what each step commits.
@@ -93,7 +92,9 @@ class Decoder:
     def _step(self) -> Iterator[Chunk]:
         batch = self._batch()
         proposal = self.drafter.propose(batch, self.gamma)
+        started = time.perf_counter()
         selection = self.policy.plan(self.target, batch, proposal)
+        planning = {"select": time.perf_counter() - started}
         window = proposal.window(batch.last)
         verified = self.target.verify(batch.slots, window, selection)
         started = time.perf_counter()
@@ -109,7 +110,7 @@ class Decoder:
         committed = self._commit(batch, proposal, verified, accepted, following, failures)
         accepting = {"accept": time.perf_counter() - started}
         self.stats.add_step(
-            len(self._running), committed, proposal.seconds, verified.seconds, accepting
+            len(self._running), committed, proposal.seconds, planning, verified.seconds, accepting
         )
         yield from self._chunks()
 
@@ -186,7 +187,7 @@ class Decoder:
         failures = {}
         for b in (used & ~finite).any(1).nonzero().flatten().tolist():
             where = self.target.non_finite_place(int(batch.slots[b]), window[b])
-            failures[b] = str(NonFiniteError(where))
+            failures[b] = _non_finite(where)
         return failures
 
     def _chunks(self) -> Iterator[Chunk]:
@@ -227,7 +228,7 @@ class Decoder:
             return reused - (len(cache.resident[slot]) - reused)
 
         slot = max(free, key=gain)
-        for other in free:  # prompts kept for reuse make room for one that waits
+        for other in sorted(free, key=gain):  # prompts kept for reuse make room for one that waits
             if not cache.can_reserve(slot, self._room(request)) and other != slot:
                 cache.release(other)
         if not cache.can_reserve(slot, self._room(request)) and self._running:
@@ -242,18 +243,19 @@ class Decoder:
     def _prefill(self, sequence: Sequence) -> None:
         request, started = sequence.request, time.perf_counter()
         progress = self.on_prefill
-        try:
-            prefill = self.target.prefill(
-                sequence.slot,
-                request.prompt,
-                chunk=self.prefill_chunk,
-                progress=progress and (lambda done: progress(request, done)),
-            )
-            if request.params.max_tokens > 1:
-                self.drafter.admit(sequence.slot, request.prompt, self._room(request))
-        except NonFiniteError as error:
-            sequence.fail(str(error))
+        prefill = self.target.prefill(
+            sequence.slot,
+            request.prompt,
+            chunk=self.prefill_chunk,
+            progress=progress and (lambda done: progress(request, done)),
+        )
+        if not torch.isfinite(prefill.logits).all():
+            self.target.cache.forget(sequence.slot)
+            place = self.target.non_finite_place(sequence.slot, torch.tensor(request.prompt))
+            sequence.fail(_non_finite(place))
             return
+        if request.params.max_tokens > 1:
+            self.drafter.admit(sequence.slot, request.prompt, self._room(request))
         sequence.history_queries = prefill.srh_queries
         sequence.stats.cached_prompt_tokens = prefill.reused
         sequence.commit([self._first_token(sequence, prefill.logits)])
@@ -270,3 +272,10 @@ class Decoder:
         logits = logits[None]
         probs = sampling.draft_probabilities(logits, one)
         return int(sampling.sample(logits, probs, sequence.uniforms(1).to(logits.device), one))
+
+
+def _non_finite(where: str) -> str:
+    return (
+        f"the model produced non-finite logits, first in {where}: check the checkpoint, or use "
+        "dtype float32 or bfloat16 instead of float16"
+    )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from dustin_trt.config import (
     ConfigError,
@@ -16,21 +16,24 @@ from dustin_trt.config import (
     default_config,
     tokenizer_fingerprint,
 )
-from dustin_trt.drafting import Drafter, DraftModel, LayerSkipDraft, LookupDrafter, NoDrafter
-from dustin_trt.drafting.tokenizers import check_same_tokenizer
 from dustin_trt.engines.torch_engine import TorchEngine
-from dustin_trt.kv_cache import PagedKVCache
-from dustin_trt.models import causal_lm
 from dustin_trt.models.causal_lm import CausalLM
 from dustin_trt.policies import POLICIES, DustinPolicy, Policy
 from dustin_trt.policies.dustin import SIGNALS, Signal
 from dustin_trt.runtime.decoder import Decoder
+from dustin_trt.runtime.loading import (
+    MAX_GAMMA,
+    Draft,
+    end_tokens,
+    load_draft,
+    load_model,
+    load_tokenizer,
+    make_cache,
+    model_len,
+)
 from dustin_trt.runtime.sampling_params import RequestError, SamplingParams
 from dustin_trt.runtime.sequence import Chunk, Request, RequestOutput
 from dustin_trt.runtime.stats import RunStats
-
-MAX_GAMMA = 16
-"""Longest draft; every slot keeps room for a window of it past its last token."""
 
 
 class TokensPrompt(TypedDict):
@@ -69,6 +72,7 @@ class LLM:
     max_model_len : prompt and generated tokens of a request at most; None means as many as both
         models have positions for
     page_size : tokens a cache page; None makes one page a slot, which torch reads fastest
+    num_pages : pages of the pool; fewer than every slot could fill makes requests wait for room
     prefill_chunk : prompt tokens a forward pass
     record_selections : keep what each verification pass read in `RequestOutput.selections`
 
@@ -104,6 +108,7 @@ class LLM:
         max_batch_size: int = 8,
         max_model_len: int | None = None,
         page_size: int | None = None,
+        num_pages: int | None = None,
         prefill_chunk: int = 512,
         record_selections: bool = False,
         on_prefill: Callable[[Request, int], None] | None = None,
@@ -112,11 +117,15 @@ class LLM:
             raise ValueError("max_batch_size and prefill_chunk must be at least 1")
         if isinstance(config, str | Path):  # the cheapest mistakes first
             config = DustinConfig.load(config)
-        self._target_model = _model(target, dtype, device)
-        self.tokenizer = tokenizer or _tokenizer(target)
+        self._target_model = load_model(target, dtype, device)
+        self.tokenizer = tokenizer or load_tokenizer(target)
         spec = self._target_model.spec
-        self._cache = _cache(
-            self._target_model, _model_len(max_model_len, spec), max_batch_size, page_size
+        self._cache = make_cache(
+            self._target_model,
+            model_len(max_model_len, spec),
+            max_batch_size,
+            page_size,
+            num_pages,
         )
         self._options: dict[str, Any] = {
             "draft": draft, "config": config, "policy": policy, "budget": budget, "gamma": gamma,
@@ -126,7 +135,8 @@ class LLM:
             "page_size": page_size, "record_selections": record_selections,
             "on_prefill": on_prefill,
         }  # fmt: skip
-        self.eos = _end_tokens(self._target_model, self.tokenizer)
+        self.eos = end_tokens(self._target_model, self.tokenizer)
+        self._draft = self._load_draft()
         self._assemble()
 
     def variant(self, **options: Any) -> LLM:
@@ -139,7 +149,7 @@ class LLM:
         --------
         >>> plain = llm.variant(draft="none", policy="dense")           # doctest: +SKIP
         """
-        if unknown := sorted(options.keys() - self._options.keys() - {"draft"}):
+        if unknown := sorted(options.keys() - self._options.keys()):
             raise TypeError(f"variant() does not take {', '.join(unknown)}")
         if fixed := sorted(options.keys() & {"dtype", "device", "page_size", "max_batch_size"}):
             raise TypeError(f"a variant shares its target's {', '.join(fixed)}")
@@ -149,6 +159,8 @@ class LLM:
         if isinstance(options.get("config"), str | Path):
             options["config"] = DustinConfig.load(options["config"])
         twin._options = {**self._options, **options}
+        same = not options.keys() & {"draft", "draft_tokenizer"}
+        twin._draft = self._draft if same else twin._load_draft()
         twin._assemble()
         return twin
 
@@ -216,7 +228,10 @@ class LLM:
                 raise RequestError("a text prompt needs a tokenizer: pass prompt_token_ids")
             tokens = list(self.tokenizer(prompt, verbose=False).input_ids)
         elif isinstance(prompt, dict) and "prompt_token_ids" in prompt:
-            tokens = list(prompt["prompt_token_ids"])
+            ids = prompt["prompt_token_ids"]
+            if not isinstance(ids, Sequence):
+                raise RequestError("prompt_token_ids is a list of integers")
+            tokens = list(ids)
         else:
             raise RequestError('a prompt is a text or {"prompt_token_ids": [...]}')
         if not tokens:
@@ -257,25 +272,44 @@ class LLM:
         read = sum(model.num_kv_heads_of(heads) * model.head_dim for model, heads in self._scored)
         return read / full
 
+    def _load_draft(self) -> Draft:
+        options = self._options
+        return load_draft(
+            options["draft"],
+            self._target_model,
+            self.tokenizer,
+            options["draft_tokenizer"],
+            options["dtype"],
+            options["device"],
+        )
+
     def _assemble(self) -> None:
         """Put draft, configuration and policy together around the target and its cache."""
-        options, spec = self._options, self._target_model.spec
-        draft_model, kind = self._draft()
-        draft_spec = draft_model.spec if draft_model else None
-        self._position_limit = min(
-            spec.max_positions, draft_spec.max_positions if draft_spec else spec.max_positions
-        )
+        options, target = self._options, self._target_model
+        draft_model = self._draft.model
+        positions = [model.spec.max_positions for model in (target, draft_model) if model]
+        self._position_limit = min(positions)
         self.max_model_len = min(self._cache.capacity - MAX_GAMMA, self._position_limit)
-        self.config = self._config(spec, draft_model)
+        self.config = self._config(target.spec, draft_model)
         self.gamma = self.config.gamma
-        policy = self._policy(kind)
+        policy = self._policy()
         target_heads = self.config.target_heads if policy.needs_history else ()
         draft_heads = self.config.draft_heads if policy.needs_lookahead else ()
-        self._scored = [(spec, target_heads), (draft_spec or spec, draft_heads)]
-        target_engine = TorchEngine(self._target_model, self._cache, target_heads)
-        drafter = self._drafter(kind, draft_model, draft_heads)
+        self._scored = [(target.spec, target_heads)]
+        if draft_model:
+            self._scored.append((draft_model.spec, draft_heads))
+        drafter = self._draft.drafter(
+            target,
+            self._cache,
+            draft_heads,
+            lookahead=policy.needs_lookahead,
+            max_model_len=self.max_model_len,
+            window=options["draft_window"],
+            prefill_chunk=options["prefill_chunk"],
+            page_size=options["page_size"],
+        )
         self.decoder = Decoder(
-            target_engine,
+            TorchEngine(target, self._cache, target_heads),
             drafter,
             policy,
             gamma=self.gamma,
@@ -287,37 +321,10 @@ class LLM:
             on_prefill=options["on_prefill"],
         )
 
-    def _draft(self) -> tuple[CausalLM | None, str]:
-        """The draft's model, where it is one, and its kind: none, lookup:N, skip or model."""
-        draft = self._options["draft"]
-        if draft is None or draft == "none":
-            return None, "none"
-        if isinstance(draft, str) and draft.partition(":")[0] == "lookup":
-            return None, draft
-        if isinstance(draft, str) and draft.startswith("skip:"):
-            try:
-                layers = [int(layer) for layer in draft.removeprefix("skip:").split(",")]
-            except ValueError:
-                raise ValueError(
-                    f"draft {draft!r}: write layer numbers with commas, like skip:14,17"
-                ) from None
-            return self._target_model.without_layers(layers), "skip"
-        if isinstance(draft, str | Path) and not Path(draft).is_dir():
-            raise FileNotFoundError(
-                f"draft {str(draft)!r} is neither a folder nor one of skip:LAYERS, lookup, none"
-            )
-        model = _model(draft, self._options["dtype"], self._options["device"])
-        tokenizer = self._options["draft_tokenizer"] or _tokenizer(draft)
-        if self.tokenizer is not None and tokenizer is None:
-            raise ValueError("the draft comes without a tokenizer to compare: pass draft_tokenizer")
-        if self.tokenizer is not None:
-            check_same_tokenizer(self.tokenizer, tokenizer)
-        return model, "model"
-
     def _config(self, spec: ModelSpec, draft: CausalLM | None) -> DustinConfig:
         options = self._options
-        draft_spec = draft.spec if draft else None
-        config: DustinConfig = options["config"] or default_config(spec, draft_spec)
+        draft_spec, layers = (draft.spec, draft.layers) if draft else (None, ())
+        config: DustinConfig = options["config"] or default_config(spec, draft_spec, layers)
         changes = {
             name: value for name in ("budget", "gamma", "join")
             if (value := options[name]) is not None
@@ -328,27 +335,29 @@ class LLM:
             changes["lookahead"] = round(config.lookahead * free / max(1, config.free))
         if options["heads"] == "all":
             changes["target_heads"] = spec.all_heads()
-            changes["draft_heads"] = draft_spec.all_heads() if draft_spec else ()
+            changes["draft_heads"] = draft_spec.all_heads(layers) if draft_spec else ()
         config = config.replace(**changes)
         if config.gamma > MAX_GAMMA:
             raise ConfigError(f"gamma {config.gamma} is more than {MAX_GAMMA}: lower it")
         fingerprint = tokenizer_fingerprint(self.tokenizer) if self.tokenizer else None
         config.check(spec, draft_spec, fingerprint)
-        if draft is not None:  # a layer that is skipped has no queries to score with
-            heads = tuple(head for head in config.draft_heads if head.layer in draft.layers)
-            config = config.replace(draft_heads=heads)
+        if draft and (lost := [head for head in config.draft_heads if head.layer not in layers]):
+            raise ConfigError(
+                f"draft_heads: this draft skips layer {lost[0].layer}, so nothing scores with it; "
+                "use the draft that the configuration was made for"
+            )
         return config
 
-    def _policy(self, kind: str) -> Policy:
+    def _policy(self) -> Policy:
         options = self._options
         name = options["policy"]
         if name is None:
-            name = "dense" if kind == "none" and options["config"] is None else "dustin"
+            name = "dustin" if self._draft.drafts or options["config"] else "dense"
         if name not in POLICIES:
             raise ValueError(f"unknown policy {name!r}; there are {', '.join(POLICIES)}")
         if name != "dustin":
             return POLICIES[name](self.config)
-        has_lookahead = kind in ("skip", "model")
+        has_lookahead = self._draft.model is not None
         signal: Signal = options["signal"] or ("hybrid" if has_lookahead else "history")
         if signal not in SIGNALS:
             raise ValueError(f"unknown signal {signal!r}; there are {', '.join(SIGNALS)}")
@@ -356,100 +365,10 @@ class LLM:
         if policy.needs_lookahead and not has_lookahead:
             raise ValueError(
                 f"signal {signal!r} needs a draft with attention (a model or skip:LAYERS); with "
-                f"draft {kind!r} use signal 'history'"
+                f"draft {self._draft.name!r} use signal 'history'"
             )
         if policy.needs_history and not self.config.target_heads:
             raise ConfigError("the configuration names no target_heads to score the history with")
         if policy.needs_lookahead and not self.config.draft_heads:
-            raise ConfigError("the configuration names no draft_heads that this draft has")
+            raise ConfigError("the configuration names no draft_heads to look ahead with")
         return policy
-
-    def _drafter(self, kind: str, model: CausalLM | None, heads: tuple) -> Drafter:
-        if kind == "none":
-            return NoDrafter()
-        if model is None:
-            size = kind.partition(":")[2]
-            if size and not size.isdecimal():
-                raise ValueError(f"draft {kind!r}: write lookup or lookup:N, N an n-gram's length")
-            return LookupDrafter(int(size)) if size else LookupDrafter()
-        options = self._options
-        cache = self._cache
-        if kind == "model":
-            cache = _cache(model, self.max_model_len, cache.num_slots, options["page_size"])
-        return (LayerSkipDraft if kind == "skip" else DraftModel)(
-            TorchEngine(model, cache, heads),
-            self._target_model.spec.vocab_size,
-            cache_window=options["draft_window"],
-            prefill_chunk=options["prefill_chunk"],
-        )
-
-
-def _model(source: str | Path | PreTrainedModel, dtype: Any, device: Any) -> CausalLM:
-    if isinstance(source, str | Path):
-        return causal_lm.load(source, dtype=_dtype(dtype), device=_device(device))
-    return CausalLM(source)
-
-
-def _dtype(name: torch.dtype | str) -> torch.dtype | str:
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if isinstance(name, torch.dtype) or name == "auto":
-        return name
-    if name not in known:
-        raise ValueError(f"unknown dtype {name!r}; there are auto, {', '.join(known)}")
-    return known[name]
-
-
-def _device(name: torch.device | str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"unknown device {name!r}; there are cpu, cuda, cuda:1, …") from None
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(
-            f"device {str(name)!r} is not there: torch finds {torch.cuda.device_count()} CUDA "
-            "devices; use cpu, or see dustin-trt doctor"
-        )
-    return device
-
-
-def _tokenizer(source: Any) -> Any:
-    if not isinstance(source, str | Path):
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        first = str(error).partition("\n")[0]
-        raise FileNotFoundError(f"{source} has no tokenizer that can be read: {first}") from error
-
-
-def _model_len(wanted: int | None, spec: ModelSpec) -> int:
-    if wanted is not None and not 1 <= wanted <= spec.max_positions:
-        raise ValueError(
-            f"max_model_len {wanted} is not in 1–{spec.max_positions}, the positions of the target"
-        )
-    return wanted or spec.max_positions
-
-
-def _cache(model: CausalLM, length: int, slots: int, page_size: int | None) -> PagedKVCache:
-    spec = model.spec
-    return PagedKVCache(
-        num_layers=spec.num_layers,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        num_slots=slots,
-        capacity=length + MAX_GAMMA,
-        page_size=page_size,
-        dtype=model.dtype,
-        device=model.device,
-    )
-
-
-def _end_tokens(model: CausalLM, tokenizer: Any) -> frozenset[int]:
-    """End-of-sequence ids of the checkpoint's generation settings, or else of the tokenizer."""
-    generation = getattr(model.model, "generation_config", None)
-    ids = getattr(generation, "eos_token_id", None)
-    if ids is None and tokenizer is not None:
-        ids = tokenizer.eos_token_id
-    if ids is None:
-        return frozenset()
-    return frozenset([ids] if isinstance(ids, int) else ids)

@@ -22,7 +22,8 @@ class SamplingParams(BaseModel):
     top_k : sample among the k most likely tokens; 0 means all
     top_p : sample among the fewest tokens whose mass reaches p
     max_tokens : tokens to generate at most
-    seed : makes a sampled request repeatable whatever else is in its batch; None draws one
+    seed : makes a sampled request repeatable; what else is in its batch changes nothing but the
+        rounding of matrix products; None draws one
     stop : strings that end the text; they are not part of it
     stop_token_ids : tokens that end the text, besides the model's own
     ignore_eos : go on past the model's end-of-sequence tokens

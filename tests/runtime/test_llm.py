@@ -274,9 +274,22 @@ class TestBadSetUp:
     def test_a_configuration_without_heads(self):
         with pytest.raises(ConfigError, match="names no target_heads"):
             llm("none", config=DustinConfig(), policy="dustin")
-        with pytest.raises(ConfigError, match="names no draft_heads that this draft has"):
-            config = DustinConfig(target_heads=((1, 0),), draft_heads=((1, 0),))
-            llm("skip:1", config=config, policy="dustin")
+        with pytest.raises(ConfigError, match="names no draft_heads"):
+            llm("skip:1", config=DustinConfig(target_heads=((1, 0),)), policy="dustin")
+
+    def test_a_configured_head_of_a_layer_that_is_skipped(self):
+        config = DustinConfig(target_heads=((1, 0),), draft_heads=((0, 0), (1, 0)))
+        with pytest.raises(ConfigError, match="skips layer 1"):
+            llm("skip:1", config=config)
+
+    def test_default_heads_are_those_the_draft_has(self):
+        for skipped in ("0", "1", "2", "0,1"):
+            heads = llm(f"skip:{skipped}").decoder.drafter.engine.srh_heads
+            assert heads and not {head.layer for head in heads} & set(map(int, skipped.split(",")))
+
+    def test_a_prompt_without_tokens_is_named(self):
+        with pytest.raises(RequestError, match="prompt 1: prompt_token_ids is a list"):
+            llm("none").generate([*ids([1]), {"prompt_token_ids": None}])
 
 
 class TestSeeds:

@@ -78,3 +78,33 @@ def test_logits_that_were_used_fail_their_row_alone(llm, monkeypatch, bad):
     assert good.token_ids == plain[0].token_ids and good.error is None
     assert failed.finish_reason == "error" and "non-finite logits" in failed.error
     assert failed.token_ids == plain[1].token_ids[: at + 1]
+
+
+def test_an_infinite_draft_costs_drafts_only():
+    draft = make(seed=1)
+    with torch.no_grad():
+        draft.lm_head.weight[7] = 3e38  # overflows to infinity, of either sign
+    params = SamplingParams(max_tokens=8, temperature=0.5, seed=3)
+    model = LLM(make(), draft, policy="dense")
+    outputs = model.generate(ids(prompt(20), prompt(9)), params)
+    assert [output.finish_reason for output in outputs] == ["length"] * 2
+
+
+def test_a_long_prompt_is_diagnosed_in_parts(monkeypatch):
+    monkeypatch.setattr("dustin_trt.engines.torch_engine._DIAGNOSED_AT_ONCE", 16)
+    model = LLM(make(), prefill_chunk=32)
+    causal_lm = model.decoder.target.model
+    with torch.no_grad():
+        causal_lm.model.model.embed_tokens.weight[5] = float("nan")
+    widths, forward = [], causal_lm.forward
+
+    def recorded(tokens, *args, **options):
+        widths.append(tokens.shape[1])
+        return forward(tokens, *args, **options)
+
+    monkeypatch.setattr(causal_lm, "forward", recorded)
+    bad = [t if t != 5 else 6 for t in prompt(100)]
+    bad[70] = 5
+    output = model.generate(ids(bad), SamplingParams(max_tokens=3))[0]
+    assert "first in embedding" in output.error
+    assert max(widths) <= 32 and widths[-5:] == [16] * 5  # stops at the part that holds it
