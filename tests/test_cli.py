@@ -175,7 +175,7 @@ def test_quiet_says_nothing(job, capsys):
         (("--max-new-tokens", "0"), "max_tokens: Input should be greater"),
         (("--stop", ""), "a stop string must not be empty"),
         (("--config", "nowhere.json"), "cannot read configuration nowhere.json: No such file"),
-        (("--target", "nowhere"), "nowhere is no model folder: it has no config.json"),
+        (("--target", "nowhere"), "there is no model folder nowhere"),
         (("--input", "nowhere"), "there is no input file nowhere"),
         (("--output", "nowhere/out"), "for the output: create it"),
         (("--output", "/dev/full"), "not a regular file"),

@@ -225,7 +225,13 @@ def _add_demo(commands: Any) -> None:
     )
     # What is not given here is the demo's own to choose.
     add("--dtype", default=argparse.SUPPRESS, metavar="DTYPE", help="auto, float32, bfloat16")
-    add("--max-new-tokens", default=argparse.SUPPRESS, type=int, metavar="N", help="a prompt")
+    add(
+        "--max-new-tokens",
+        default=argparse.SUPPRESS,
+        type=int,
+        metavar="N",
+        help="new tokens a prompt",
+    )
     add("--budget", default=argparse.SUPPRESS, type=int, metavar="K", help="for Dustin")
     _add_debug(command)
 

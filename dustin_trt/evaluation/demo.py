@@ -68,11 +68,14 @@ def run_demo(
     rounds : timed rounds; the methods take turns and medians are shown
     """
     console = console or Console()
-    output.mkdir(parents=True, exist_ok=True)
     if max_new_tokens < 2:
         raise ValueError("max_new_tokens must be at least 2: the first token comes from prefill")
     if dtype == "auto":
         dtype = machine.fastest_dtype()
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot make the folder {output}: {error.strerror}") from error
     model, books = assets.smollm2(), assets.books()
     size = len(TALES) + len(PASS_KEYS)
     llm = LLM(
@@ -127,7 +130,9 @@ def run_demo(
         len(prompts[tale]),
         methods[-1].outputs[tale].selections,
     )
-    console.print(f"\nWritten: {output / 'demo.txt'}, {output / 'demo.json'}, {picture}")
+    console.print("\nWritten:")
+    for path in (output / "demo.txt", output / "demo.json", picture):
+        console.print(f"  {path}", soft_wrap=True)
 
 
 def _prompts(
@@ -220,7 +225,7 @@ def _report(
     console.print()
     console.print(table)
     with (output / "demo.txt").open("w", encoding="utf-8") as file:
-        Console(file=file, width=90).print(table)
+        Console(file=file, width=80).print(table)
 
 
 def _row(
@@ -274,11 +279,12 @@ def _table(rows: list[dict[str, Any]], prompts: int, new_tokens: int) -> Table:
         title="Decoding side by side",
         caption=(
             f"Medians of the rounds, over the steps that all {prompts} prompts took part in; the "
-            "prompts were cached before. KV read: history tokens a verification pass reads, and "
-            "keys read to score the history, over a full read. First difference: the new token "
-            f"(of {new_tokens}) at which an output departs from the classic one, the "
-            "earliest; bfloat16 rounding alone can cause one. MagicDec and Dustin draft with a "
-            "window of the history, and differ in verification only."
+            "prompts were cached before. τ: tokens a step and prompt. KV read: history tokens a "
+            "verification pass reads; scoring: keys read to choose them; both over a full read. "
+            "Coverage: share of the history score that was read. Differs from: the earliest new "
+            f"token (of {new_tokens}) at which an output departs from the classic one. Dustin is "
+            "lossy; the others differ by rounding only. MagicDec and Dustin draft with "
+            "the same window of the history."
         ),
         caption_justify="left",
     )
@@ -288,13 +294,13 @@ def _table(rows: list[dict[str, Any]], prompts: int, new_tokens: int) -> Table:
     lines: dict[str, Callable[[dict[str, Any]], str]] = {
         "tokens/s": lambda row: f"{row['tokens_per_second']:.1f}",
         "× plain": lambda row: f"{row['speedup_over_plain']:.2f}",
-        "τ, tokens a step and prompt": lambda row: f"{row['tau']:.2f}",
-        "drafts accepted": lambda row: _percent(row["acceptance_rate"]),
-        "KV read to verify": lambda row: _percent(row["kv_read_share"]),
-        "keys read to score": lambda row: _percent(row["scoring_share"] or None),
-        "coverage of the history score": lambda row: _percent(row["coverage"]),
-        "first difference": lambda row: _difference(row["first_difference"]),
-        "pass keys found": lambda row: f"{row['pass_keys_found']} of {row['pass_keys']}",
+        "τ": lambda row: f"{row['tau']:.2f}",
+        "accepted": lambda row: _percent(row["acceptance_rate"]),
+        "KV read": lambda row: _percent(row["kv_read_share"]),
+        "scoring": lambda row: _percent(row["scoring_share"] or None),
+        "coverage": lambda row: _percent(row["coverage"]),
+        "differs from": lambda row: _difference(row["first_difference"]),
+        "keys found": lambda row: f"{row['pass_keys_found']} of {row['pass_keys']}",
     }
     for name, cell in lines.items():
         table.add_row(name, *map(cell, rows))
@@ -316,8 +322,8 @@ def _first_difference(tokens: list[int], others: list[int]) -> int | None:
 
 
 def _difference(first: list[int | None]) -> str:
-    """For example "none" or "token 7, in 3 of 6"."""
+    """For example "none" or "7 (3 of 6)"."""
     differing = [at for at in first if at is not None]
     if not differing:
         return "none"
-    return f"token {min(differing)}, in {len(differing)} of {len(first)}"
+    return f"{min(differing)} ({len(differing)} of {len(first)})"

@@ -59,6 +59,7 @@ def draw_reading_map(
         color="tab:orange",
         fontweight="bold",
         va="center",
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
     )
     _draw_text(text, tokenizer, prompt, asked.mean(0))
     _draw_steps(telling, told, f"Telling what happens in {tale}")

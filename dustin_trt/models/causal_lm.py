@@ -201,6 +201,8 @@ def load(
         Damaged weights.
     """
     path = Path(path)
+    if not path.is_dir():
+        raise FileNotFoundError(f"there is no model folder {path}")
     if not (path / "config.json").is_file():
         raise FileNotFoundError(f"{path} is no model folder: it has no config.json")
     # Said outright: without it, transformers asks on the terminal and then runs the code.
