@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from struct import Struct
 
+import torch
 from torch import Tensor
 
-from dustin_trt.ops._attend import Attend, attend_cpu, attend_reference, empty_like_queries
+from dustin_trt.ops import native
+from dustin_trt.ops._attend import (
+    Attend,
+    attend_cpu,
+    attend_reference,
+    attends_natively,
+    empty_like_queries,
+)
 from dustin_trt.ops._library import define
 from dustin_trt.ops._paging import history
 
@@ -42,12 +51,45 @@ def _implementation(attend: Attend) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 reference = _implementation(attend_reference)
+_torch_cpu = _implementation(attend_cpu)
+
+FIELDS = f"{native.CACHE}{native.ROWS}{native.ROWS}P2ifi"
+"""Layout of `DustinDenseAttentionParams`."""
+_PARAMS = Struct(f"@{FIELDS}")
+
+
+def prepare(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, lengths: Tensor, scale: float
+) -> tuple[Tensor, Tensor, tuple[float, ...]]:
+    """Outputs to write, and values for `FIELDS`."""
+    q = native.dense_rows(q, k_cache.dtype)
+    rows, w, heads, dim = q.shape
+    # Of the ways to allocate, that which takes least: a call must not cost more than the work.
+    out = torch.empty(rows, w, heads, dim, dtype=q.dtype)
+    lse = torch.empty(rows, w, heads, dtype=torch.float32)
+    values = (
+        *native.cache_fields(k_cache, v_cache, page_table, lengths),
+        *native.rows_fields(q),
+        out.data_ptr(), w * heads * dim, heads * dim, dim, lse.data_ptr(), w, heads, scale, 0,
+    )  # fmt: skip
+    return out, lse, values
+
+
+def _cpu(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, lengths: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    if not attends_natively(q, k_cache):
+        return _torch_cpu(q, k_cache, v_cache, page_table, lengths, scale)
+    out, lse, values = prepare(q, k_cache, v_cache, page_table, lengths, scale)
+    native.call("dustin_cpu_dense_attention", _PARAMS, *values)
+    return out, lse
+
 
 dense_attention = define(
     "dense_attention",
     "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor lengths, float scale) "
     "-> (Tensor, Tensor)",
     reference,
-    cpu=_implementation(attend_cpu),
+    cpu=_cpu,
     shape=lambda q, k_cache, v_cache, page_table, lengths, scale: empty_like_queries(q),
 )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from struct import Struct
+
 import torch
 from torch import Tensor
 
+from dustin_trt.ops import native
 from dustin_trt.ops._library import define
 
 
@@ -29,10 +32,25 @@ def reference(
     v_cache[page, :, offset] = v.to(v_cache.dtype)
 
 
+_PARAMS = Struct(f"@{native.CACHE}{native.ROWS}{native.ROWS}2i")
+
+
+def _cpu(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, lengths: Tensor
+) -> None:
+    if not native.takes(k_cache):
+        return reference(k, v, k_cache, v_cache, page_table, lengths)
+    k, v = native.dense_rows(k, k_cache.dtype), native.dense_rows(v, k_cache.dtype)
+    cache = native.cache_fields(k_cache, v_cache, page_table, lengths)
+    rows = (*native.rows_fields(k), *native.rows_fields(v))
+    native.call("dustin_cpu_kv_append", _PARAMS, *cache, *rows, k.shape[1], 0)
+
+
 kv_append = define(
     "kv_append",
     "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor page_table, "
     "Tensor lengths) -> ()",
     reference,
+    cpu=_cpu,
     shape=lambda k, v, k_cache, v_cache, page_table, lengths: None,
 )

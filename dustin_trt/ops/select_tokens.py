@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from struct import Struct
+
 import torch
 from torch import Tensor
 
+from dustin_trt.ops import native
 from dustin_trt.ops._library import define
 
 
@@ -71,6 +74,34 @@ def _take_top(chosen: Tensor, scores: Tensor, count: int) -> None:
     chosen[candidates[order[:count]]] = True
 
 
+_PARAMS = Struct("@5P3q8i")
+
+
+def _cpu(
+    target_scores: Tensor | None,
+    draft_scores: Tensor | None,
+    lengths: Tensor,
+    budget: int,
+    lookahead: int,
+    sink: int,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    if not native.active():
+        return reference(target_scores, draft_scores, lengths, budget, lookahead, sink, window)
+    indices, counts = _shape(target_scores, draft_scores, lengths, budget, lookahead, sink, window)
+    target, draft = (
+        (0, 0, 0) if scores is None else (scores.data_ptr(), scores.stride(0), scores.shape[1])
+        for scores in (target_scores, draft_scores)
+    )
+    native.call(
+        "dustin_cpu_select_tokens", _PARAMS,
+        target[0], draft[0], lengths.data_ptr(), indices.data_ptr(), counts.data_ptr(),
+        target[1], draft[1], budget,
+        target[2], draft[2], lengths.shape[0], budget, lookahead, sink, window, 0,
+    )  # fmt: skip
+    return indices, counts
+
+
 def _shape(
     target_scores: Tensor | None,
     draft_scores: Tensor | None,
@@ -88,5 +119,6 @@ select_tokens = define(
     "(Tensor? target_scores, Tensor? draft_scores, Tensor lengths, int budget, int lookahead, "
     "int sink, int window) -> (Tensor, Tensor)",
     reference,
+    cpu=_cpu,
     shape=_shape,
 )

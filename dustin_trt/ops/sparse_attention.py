@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from struct import Struct
 
 import torch
 from torch import Tensor
 
-from dustin_trt.ops._attend import Attend, attend_cpu, attend_reference, empty_like_queries
+from dustin_trt.ops import native
+from dustin_trt.ops._attend import (
+    Attend,
+    attend_cpu,
+    attend_reference,
+    attends_natively,
+    empty_like_queries,
+)
 from dustin_trt.ops._library import define
 from dustin_trt.ops._paging import gather, history, token_rows
+from dustin_trt.ops.dense_attention import FIELDS, prepare
 
 
 def _implementation(attend: Attend) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -55,13 +64,31 @@ def _implementation(attend: Attend) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 reference = _implementation(attend_reference)
+_torch_cpu = _implementation(attend_cpu)
+
+_PARAMS = Struct(f"@{FIELDS}2Pq2i")
+
+
+def _cpu(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, lengths: Tensor,
+    indices: Tensor, counts: Tensor, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if not attends_natively(q, k_cache):
+        return _torch_cpu(q, k_cache, v_cache, page_table, lengths, indices, counts, scale)
+    out, lse, values = prepare(q, k_cache, v_cache, page_table, lengths, scale)
+    native.call(
+        "dustin_cpu_sparse_attention", _PARAMS, *values,
+        indices.data_ptr(), counts.data_ptr(), indices.stride(0), indices.shape[1], 0,
+    )  # fmt: skip
+    return out, lse
+
 
 sparse_attention = define(
     "sparse_attention",
     "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor lengths, "
     "Tensor indices, Tensor counts, float scale) -> (Tensor, Tensor)",
     reference,
-    cpu=_implementation(attend_cpu),
+    cpu=_cpu,
     shape=lambda q, k_cache, v_cache, page_table, lengths, indices, counts, scale: (
         empty_like_queries(q)
     ),

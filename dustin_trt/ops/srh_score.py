@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
+from struct import Struct
+
 from torch import Tensor
 
+from dustin_trt.ops import native
 from dustin_trt.ops._library import define
 from dustin_trt.ops._paging import history
 
@@ -46,10 +50,36 @@ def reference(
             scores[b, :length] += logits.softmax(-1).sum(0)
 
 
+_PARAMS = Struct(f"@{native.CACHE}{native.ROWS}2Pq3if")
+
+
+def _cpu(
+    queries: Tensor,
+    kv_heads: list[int],
+    k_cache: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    scale: float,
+    scores: Tensor,
+) -> None:
+    if not native.takes(k_cache):
+        return reference(queries, kv_heads, k_cache, page_table, lengths, scale, scores)
+    queries = native.dense_rows(queries, k_cache.dtype)
+    heads = array("i", kv_heads)
+    native.call(
+        "dustin_cpu_srh_score", _PARAMS,
+        *native.cache_fields(k_cache, None, page_table, lengths),
+        *native.rows_fields(queries),
+        heads.buffer_info()[0], scores.data_ptr(), scores.stride(0),
+        scores.shape[1], queries.shape[1], queries.shape[2], scale,
+    )  # fmt: skip
+
+
 srh_score = define(
     "srh_score",
     "(Tensor queries, int[] kv_heads, Tensor k_cache, Tensor page_table, Tensor lengths, "
     "float scale, Tensor(a!) scores) -> ()",
     reference,
+    cpu=_cpu,
     shape=lambda queries, kv_heads, k_cache, page_table, lengths, scale, scores: None,
 )

@@ -87,5 +87,5 @@ def test_accepts_transposed_views():
 def test_a_position_without_a_page_is_an_error():
     k_cache, v_cache, table = _cache(4)
     k, v = _new(3)
-    with pytest.raises((RuntimeError, IndexError)):
+    with pytest.raises((RuntimeError, IndexError, ValueError)):
         kv_append(k, v, k_cache, v_cache, table, torch.tensor([0, 3, 4, 14], dtype=torch.int32))

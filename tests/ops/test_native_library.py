@@ -1,0 +1,34 @@
+import pytest
+
+from dustin_trt.ops import _native_library
+from dustin_trt.ops._native_library import VARIABLE, find_library
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(_native_library, "__file__", str(tmp_path / "ops" / "_native_library.py"))
+    return tmp_path
+
+
+def test_a_package_without_a_library(package):
+    assert find_library() is None
+
+
+def test_the_library_of_the_package(package):
+    (package / "lib").mkdir()
+    (package / "lib" / "libdustin_cpu.so").touch()
+    assert find_library() == package / "lib" / "libdustin_cpu.so"
+
+
+def test_the_variable_comes_first(package, monkeypatch):
+    other = package / "sanitized.so"
+    other.touch()
+    monkeypatch.setenv(VARIABLE, str(other))
+    assert find_library() == other
+
+
+def test_a_variable_that_names_nothing(package, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "missing.so")
+    with pytest.raises(FileNotFoundError, match=f"{VARIABLE} names missing.so"):
+        find_library()
