@@ -9,24 +9,33 @@ PYTEST_ARGS ?= -q -n 2
 BIN := .venv/bin
 CONSTRAINTS := build_scripts/constraints.txt
 READY := .venv/.ready
+NATIVE := CMakeLists.txt $(wildcard plugins/cpu/* plugins/include/dustin/*)
+SOURCES := $(wildcard plugins/cpu/*.[ch]* plugins/include/dustin/*.h tests/native/*.[ch]*)
+COMPILER := $(shell for c in $${CXX:-c++ g++ clang++}; do command -v $$c && break; done)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint clean
+.PHONY: help setup demo test sanitize lint clean
 
 help: ## Say what there is (the default)
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(READY) ## Make .venv with the pinned packages
+setup: $(READY) ## Make .venv with the pinned packages, and build the native kernels
 
-$(READY): pyproject.toml $(CONSTRAINTS)
+# pip hands the environment's constraints, not those of its command line, to what builds the kernels;
+# the name it reads them from depends on its version.
+$(READY): export PIP_CONSTRAINT := $(abspath $(CONSTRAINTS))
+$(READY): export PIP_BUILD_CONSTRAINT := $(abspath $(CONSTRAINTS))
+$(READY): export DUSTIN_REQUIRE_NATIVE := $(if $(COMPILER),1,0)
+$(READY): pyproject.toml $(CONSTRAINTS) $(NATIVE)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 	  echo "error: $(PYTHON) is missing or older than 3.10; try: make setup PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo "error: $(PYTHON) has no venv module; on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
-	@echo "Making .venv and installing the pinned packages (a few minutes, most of it torch)"
+	@[ -n "$(COMPILER)" ] || echo "No C++ compiler: the reference will run instead of native kernels"
+	@echo "Making .venv with the pinned packages (at first a few minutes, most of it torch)"
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
 demo: $(READY) ## Run the demo on a real model (DTYPE=float32, DEMO_OUTPUT=folder, DEMO_ARGS=more)
@@ -36,12 +45,22 @@ test: $(READY) ## Fetch the test model and text, then run the tests (PYTEST_ARGS
 	@$(BIN)/python -m dustin_trt.evaluation.assets
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+sanitize: export PATH := $(CURDIR)/$(BIN):$(PATH)
+sanitize: $(READY) ## Run the native tests under the address and undefined-behaviour sanitizers
+	@[ -n "$(COMPILER)" ] || { \
+	  echo "error: make sanitize needs a C++ compiler; on Debian or Ubuntu: apt install g++" >&2; exit 1; }
+	@cmake -S . -B build/sanitize -G Ninja -DDUSTIN_NATIVE_TESTS=ON \
+	  -DDUSTIN_SANITIZE=address,undefined >/dev/null
+	@cmake --build build/sanitize -- --quiet
+	@build/sanitize/tests/native/test_kernels
+
 lint: $(READY) ## Check style, formatting, types and the direction of imports
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/clang-format --dry-run -Werror $(SOURCES)
 
-clean: ## Remove .venv, caches and demo output (downloaded assets stay)
-	@rm -rf .venv $(DEMO_OUTPUT) .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+clean: ## Remove .venv, builds, caches and demo output (downloaded assets stay)
+	@rm -rf .venv build dustin_trt/lib $(DEMO_OUTPUT) .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,10 +1,12 @@
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from dustin_trt import ops
 from dustin_trt.cli import doctor, main, selfcheck
+from dustin_trt.ops import native
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +37,54 @@ def test_cuda_is_what_torch_says(report):
 
 
 def test_what_does_not_exist_yet_is_not_claimed(report):
-    for name in ("native CPU kernels", "TensorRT", "TensorRT-LLM", "Triton"):
+    for name in ("TensorRT", "TensorRT-LLM", "Triton"):
         assert not report[name].works and not report[name].generates
         assert "version" in report[name].why_not
+
+
+def test_the_native_kernels_are_what_the_package_says(report):
+    finding = report["native CPU kernels"]
+    assert finding.works == (native.problem() is None)
+    assert not finding.generates
+    assert (native.isa() in finding.detail) == finding.works
+
+
+def fake_native(monkeypatch, **answers):
+    for name, answer in answers.items():
+        monkeypatch.setattr(native, name, lambda answer=answer: answer)
+    return doctor._native_cpu("native CPU kernels")
+
+
+LIBRARY = Path("lib/libdustin_cpu.so")
+THREADS = "2 threads of torch's OpenMP pool"
+
+
+def test_native_kernels_in_use(monkeypatch):
+    finding = fake_native(
+        monkeypatch, problem=None, isas=("avx512", "avx2", "portable"), isa="avx2", pool=THREADS,
+        library_path=LIBRARY,
+    )  # fmt: skip
+    assert finding.works
+    assert finding.detail == (
+        f"avx2 in use; library {LIBRARY}; {THREADS}; "
+        "DUSTIN_CPU_ISA can choose avx512, portable or reference"
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "isas", "to_do"),
+    [
+        (None, (), "install a C++ compiler"),
+        (LIBRARY, (), "install dustin-trt anew, so that"),
+        (LIBRARY, ("avx2", "sse"), "unset DUSTIN_CPU_ISA, or set it to one of: avx2, sse"),
+    ],
+)
+def test_why_the_reference_runs(monkeypatch, path, isas, to_do):
+    finding = fake_native(
+        monkeypatch, problem="a reason", isas=isas, isa="reference", pool="", library_path=path
+    )
+    assert not finding.works
+    assert finding.why_not == "a reason" and finding.to_do.startswith(to_do)
 
 
 def fake_checks(monkeypatch, *findings):
@@ -81,6 +128,14 @@ def test_a_check_that_breaks_is_a_finding(monkeypatch, capsys):
     (backend,) = json.loads(capsys.readouterr().out)["backends"]
     assert backend["why_not"] == "ImportError: No module named 'torch'"
     assert backend["to_do"] == "install what is missing"
+
+
+def test_a_variable_that_is_wrong_is_to_be_corrected():
+    def mistaken(_):
+        raise ValueError("instruction set 'mmx' (DUSTIN_CPU_ISA) is not available")
+
+    finding = doctor._guarded("native CPU kernels", mistaken)
+    assert "DUSTIN_CPU_ISA" in finding.why_not and finding.to_do.startswith("correct")
 
 
 @pytest.mark.parametrize("name", ops.__all__)

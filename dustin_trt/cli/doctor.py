@@ -59,7 +59,11 @@ def _guarded(name: str, check: Callable[[str], Finding]) -> Finding:
         return check(name)
     except Exception as error:
         reason = " ".join(str(error).split())
-        to_do = "install what is missing" if isinstance(error, ImportError) else "report this"
+        to_do = "report this"
+        if isinstance(error, ImportError):
+            to_do = "install what is missing"
+        elif isinstance(error, (ValueError, FileNotFoundError)):  # of an environment variable
+            to_do = "correct what this names, or report it"
         return Finding(name, False, "tried", f"{type(error).__name__}: {reason}", to_do)
 
 
@@ -125,9 +129,23 @@ def _transformers(name: str) -> Finding:
 
 
 def _native_cpu(name: str) -> Finding:
-    return Finding(
-        name, False, "", "not part of this version", "nothing: torch on the CPU serves instead"
-    )
+    from dustin_trt.ops import native
+
+    path, isas = native.library_path(), native.isas()
+    found = f"library {path}" if path else "no library"
+    if (why_not := native.problem()) is None:
+        others = [isa for isa in isas if isa != native.isa()]
+        found = f"{native.isa()} in use; {found}; {native.pool()}"
+        if others:
+            found += f"; DUSTIN_CPU_ISA can choose {', '.join(others)} or reference"
+        return Finding(name, True, found)
+    if path is None:
+        to_do = "install a C++ compiler, then dustin-trt anew; until then torch serves"
+    elif isas:
+        to_do = f"unset DUSTIN_CPU_ISA, or set it to one of: {', '.join(isas)}"
+    else:
+        to_do = "install dustin-trt anew, so that the library is built for it"
+    return Finding(name, False, found, why_not, to_do)
 
 
 def _tensorrt(name: str) -> Finding:
@@ -194,7 +212,8 @@ def _print_table(findings: list[Finding]) -> None:
     for finding in findings:
         reasons = [part for part in (finding.why_not, finding.to_do) if part]
         works = Text("yes", "green") if finding.works else Text("no")
-        table.add_row(finding.name, works, Text(finding.detail), Text("; ".join(reasons)))
+        detail = Text(finding.detail, overflow="fold")  # a path is shown whole
+        table.add_row(finding.name, works, detail, Text("; ".join(reasons)))
     console = Console()
     console.print(f"dustin-trt {__version__}, Python {sys.version.partition(' ')[0]}")
     console.print(table)
