@@ -28,7 +28,7 @@ def test_imports_go_down_only():
 @pytest.mark.parametrize(
     ("module", "upward"),
     [
-        ("kv_cache", "models.attention"),
+        ("kv_cache", "models.decoder_layers"),
         ("models/causal_lm", "engines.base"),
         ("engines/torch_engine", "policies.dense"),
         ("drafting/lookup", "runtime.decoder"),

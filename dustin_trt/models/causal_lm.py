@@ -5,15 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from dustin_trt.config import ModelSpec
-from dustin_trt.models.attention import NAME, AttentionStep
+from dustin_trt.models.decoder_layers import AttentionStep, DecoderLayers, Watch
 
 SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -62,7 +61,7 @@ class CausalLM:
     Parameters
     ----------
     model : a model of one of the `SUPPORTED` classes. It is put into evaluation mode, and its
-        attention implementation is set to ours.
+        weights are taken over: its own forward pass may not work afterwards.
 
     Attributes
     ----------
@@ -72,7 +71,6 @@ class CausalLM:
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config
         check_supported(config, type(model).__name__)
-        model.set_attn_implementation(NAME)
         self.model = model.eval()
         head_dim = getattr(config, "head_dim", None)
         self.spec = ModelSpec(
@@ -86,6 +84,7 @@ class CausalLM:
             max_positions=config.max_position_embeddings,
         )
         self.layers = tuple(range(self.spec.num_layers))
+        self._decoder = DecoderLayers.of(model)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -99,7 +98,13 @@ class CausalLM:
 
     @torch.inference_mode()
     def forward(
-        self, tokens: Tensor, positions: Tensor, step: AttentionStep, *, last_only: bool = False
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        step: AttentionStep,
+        *,
+        last_only: bool = False,
+        watch: Watch | None = None,
     ) -> Tensor:
         """Run the decoder.
 
@@ -108,19 +113,16 @@ class CausalLM:
         tokens, positions : Tensor `[B, w]` int64
         step : receives every layer's queries, keys and values
         last_only : compute the logits of the last token only
+        watch : called with "embedding" or "layer 3" and what left it, `[B, w, hidden]`
 
         Returns
         -------
         Tensor `[B, w or 1, V]` fp32
         """
-        output = self.model(
-            input_ids=tokens,
-            position_ids=positions,
-            use_cache=False,
-            logits_to_keep=1 if last_only else 0,
-            step=step,
+        logits = self._decoder.forward(
+            tokens, positions, step, self.layers, last_only=last_only, watch=watch
         )
-        return output.logits.float()
+        return logits.float()
 
     def without_layers(self, skipped: Iterable[int]) -> CausalLM:
         """The same weights without some layers: a self-draft that can share the cache.
@@ -143,9 +145,6 @@ class CausalLM:
             raise ValueError("cannot skip every layer of the model")
         draft = copy.copy(self)
         draft.layers = tuple(kept)
-        draft.model = _shallow(self.model)
-        draft.model.model = _shallow(self.model.model)
-        draft.model.model.layers = nn.ModuleList(self.model.model.layers[i] for i in kept)
         return draft
 
     def first_non_finite(
@@ -154,33 +153,12 @@ class CausalLM:
         """Where a pass first produces NaN or infinity: "embedding", "layer 3", "output" or None."""
         found: list[str] = []
 
-        def watch(name: str) -> Any:
-            def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-                hidden = output[0] if isinstance(output, tuple) else output
-                if not found and not torch.isfinite(hidden).all():
-                    found.append(name)
+        def watch(place: str, hidden: Tensor) -> None:
+            if not found and not torch.isfinite(hidden).all():
+                found.append(place)
 
-            return hook
-
-        inner = self.model.model
-        places = [("embedding", inner.embed_tokens)]
-        places += [(f"layer {i}", m) for i, m in zip(self.layers, inner.layers, strict=True)]
-        hooks = [module.register_forward_hook(watch(name)) for name, module in places]
-        try:
-            logits = self.forward(tokens, positions, step, last_only=True)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        if not torch.isfinite(logits).all():
-            found.append("output")
+        watch("output", self.forward(tokens, positions, step, last_only=True, watch=watch))
         return found[0] if found else None
-
-
-def _shallow(module: Any) -> Any:
-    """A copy of a module that shares its parameters but not its table of children."""
-    twin = copy.copy(module)
-    twin._modules = dict(module._modules)
-    return twin
 
 
 def load(
@@ -218,7 +196,7 @@ def load(
     check_supported(config, (config.architectures or [type(config).__name__])[0])
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, attn_implementation=NAME, **own_code_only
+            path, config=config, dtype=dtype, **own_code_only
         )
     except SafetensorError as error:
         raise ValueError(f"the weights in {path} are damaged: {error}; fetch them again") from error
