@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dustin_trt import __version__
+from dustin_trt.cli.bench_options import add_bench
 
 _ABOUT = """\
 Long-context decoding by draft-then-sparse-verify: a cheap draft proposes a few tokens, and the
@@ -19,6 +20,7 @@ first steps:
   dustin-trt doctor              what works on this machine, and what to install for the rest
   dustin-trt demo                a small real model on long plays, three ways side by side
   dustin-trt generate --help     your own model on your own file of prompts
+  dustin-trt bench --help        how fast it is here
 """
 
 _GENERATE = """\
@@ -86,6 +88,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_doctor(commands)
     _add_demo(commands)
+    for benchmark in add_bench(commands):
+        _add_debug(benchmark)
     return parser
 
 

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.rule import Rule
 from rich.table import Table
 
 from dustin_trt.evaluation import assets, machine
 from dustin_trt.evaluation.passkey import PassKeyPrompt, passkey_prompts
 from dustin_trt.evaluation.reading_map import draw_reading_map
+from dustin_trt.evaluation.side_by_side import (
+    PARTS,
+    first_difference,
+    full_batch,
+    prefill_once,
+)
 from dustin_trt.runtime.llm import LLM, Prompt
 from dustin_trt.runtime.sampling_params import SamplingParams
-from dustin_trt.runtime.sequence import Request, RequestOutput
-from dustin_trt.runtime.stats import RunStats, StepStats
+from dustin_trt.runtime.sequence import RequestOutput
+from dustin_trt.runtime.stats import RunStats
 
 SELF_DRAFT = "skip:14,16,17,26"
 """SmolLM2 without four layers: no smaller model with its tokenizer comes in a package."""
@@ -31,7 +35,6 @@ GAMMA = 2
 # (book, tokens of the prompt): four to tell about, two with a pass key hidden in them.
 TALES = (("hamlet", 2048), ("macbeth", 3072), ("othello", 4096), ("king_lear", 6000))
 PASS_KEYS = (("coriolanus", 3584), ("winters_tale", 5120))
-PARTS = ("draft", "score", "select", "verify", "accept")
 
 
 @dataclass
@@ -104,7 +107,7 @@ def run_demo(
         f"itself without layers {SELF_DRAFT.removeprefix('skip:')}, {GAMMA} tokens a step."
     )
     requests: list[Prompt] = [{"prompt_token_ids": tokens} for tokens in prompts]
-    _prefill(llm, requests, sum(map(len, prompts)), console)
+    prefill_once(llm, requests, sum(map(len, prompts)), console)
     for turn in range(rounds):
         for method in methods:
             if turn == 0:
@@ -160,33 +163,6 @@ def _prompts(
     return prompts, keys
 
 
-def _prefill(llm: LLM, prompts: list[Prompt], tokens: int, console: Console) -> None:
-    """Cache every prompt once; the methods then share it."""
-    with _progress(console) as progress:
-        task = progress.add_task("caching the prompts", total=tokens)
-        done: dict[int, int] = {}
-
-        def on_prefill(request: Request, cached: int) -> None:
-            done[request.key] = cached
-            progress.update(task, completed=sum(done.values()))
-
-        plain = llm.variant(draft="none", policy="dense", on_prefill=on_prefill)
-        plain.generate(prompts, SamplingParams(max_tokens=1))
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[Progress]:
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed:.0f}/{task.total:.0f} tokens"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-    ) as progress:
-        yield progress
-
-
 def _stream_first(
     llm: LLM, requests: list[Prompt], params: SamplingParams, console: Console
 ) -> list[RequestOutput]:
@@ -237,8 +213,8 @@ def _row(
     steps = sum(s.steps for s in stats)
     drafted = sum(s.drafted for s in stats)
     known = [s.coverage for s in stats if s.coverage is not None]
-    rates = [_full(m).tokens_per_second or 0.0 for m in method.rounds]
-    plain = [_full(m).tokens_per_second or 1.0 for m in methods[0].rounds]
+    rates = [full_batch(m).tokens_per_second or 0.0 for m in method.rounds]
+    plain = [full_batch(m).tokens_per_second or 1.0 for m in methods[0].rounds]
     return {
         "method": method.name,
         "tokens_per_second": statistics.median(rates),
@@ -250,7 +226,7 @@ def _row(
         "scoring_share": method.llm.scoring_share,
         "coverage": statistics.mean(known) if known else None,
         "first_difference": [
-            _first_difference(o.token_ids, f.token_ids)
+            first_difference(o.token_ids, f.token_ids)
             for o, f in zip(method.outputs, full, strict=True)
         ],
         "pass_keys_found": sum(
@@ -259,19 +235,11 @@ def _row(
         "pass_keys": len(keys),
         "milliseconds_a_step": {
             part: statistics.median(
-                1000 * _full(m).seconds[part] / _full(m).steps for m in method.rounds
+                1000 * full_batch(m).seconds[part] / full_batch(m).steps for m in method.rounds
             )
             for part in PARTS
         },
     }
-
-
-def _full(run: RunStats) -> StepStats:
-    """The steps that every prompt took part in.
-
-    Prompts end at different times, and a batch that shrinks is no fair comparison.
-    """
-    return run.by_rows[max(run.by_rows)]
 
 
 def _table(rows: list[dict[str, Any]], prompts: int, new_tokens: int) -> Table:
@@ -314,11 +282,6 @@ def _table(rows: list[dict[str, Any]], prompts: int, new_tokens: int) -> Table:
 
 def _percent(share: float | None) -> str:
     return "–" if share is None else f"{share:.1%}"
-
-
-def _first_difference(tokens: list[int], others: list[int]) -> int | None:
-    pairs = enumerate(zip(tokens, others, strict=True))
-    return next((i for i, (token, other) in pairs if token != other), None)
 
 
 def _difference(first: list[int | None]) -> str:

@@ -12,17 +12,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from dustin_trt.ops import native
-
-_NATIVE_ROWS = 64
-"""New tokens up to which the native kernels are the faster ones."""
-
-
-def attends_natively(q: Tensor, cache: Tensor) -> bool:
-    """Whether the kernels take `q [B, w, Hq, D]`; for dense and sparse attention alike."""
-    return q.shape[1] <= _NATIVE_ROWS and native.takes(cache)
-
-
 Attend = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 """`(q, k, v, scale) -> (out, lse)`; see `attend_reference`."""
 

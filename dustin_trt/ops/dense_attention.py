@@ -13,7 +13,6 @@ from dustin_trt.ops._attend import (
     Attend,
     attend_cpu,
     attend_reference,
-    attends_natively,
     empty_like_queries,
 )
 from dustin_trt.ops._library import define
@@ -78,7 +77,7 @@ def prepare(
 def _cpu(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, lengths: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    if not attends_natively(q, k_cache):
+    if not native.takes(k_cache):
         return _torch_cpu(q, k_cache, v_cache, page_table, lengths, scale)
     out, lse, values = prepare(q, k_cache, v_cache, page_table, lengths, scale)
     native.call("dustin_cpu_dense_attention", _PARAMS, *values)

@@ -16,6 +16,9 @@ from dustin_trt.policies import Policy
 from dustin_trt.runtime.sequence import Chunk, Request, Sequence
 from dustin_trt.runtime.stats import RunStats
 
+Accept = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+"""`sampling.accept`'s signature."""
+
 
 class Decoder:
     """Runs requests through slots that are refilled as rows finish (in-flight batching).
@@ -36,6 +39,7 @@ class Decoder:
     Attributes
     ----------
     stats : totals of the current or last run
+    accept : what a benchmark puts in the place of `sampling.accept`; None elsewhere
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class Decoder:
         self.prefill_chunk = prefill_chunk
         self.record_selections = record_selections
         self.on_prefill = on_prefill
+        self.accept: Accept | None = None
         self.stats = RunStats()
         self._running: list[Sequence] = []
 
@@ -98,7 +103,7 @@ class Decoder:
         window = proposal.window(batch.last)
         verified = self.target.verify(batch.slots, window, selection)
         started = time.perf_counter()
-        accepted, following = sampling.accept(
+        accepted, following = (self.accept or sampling.accept)(
             verified.logits,
             proposal.tokens,
             proposal.counts,

@@ -72,11 +72,3 @@ def test_what_cannot_run_is_refused_before_the_work(tmp_path, monkeypatch, bad):
     monkeypatch.setattr(demo, "SELF_DRAFT", "skip:1")
     with pytest.raises(ValueError, match=next(iter(bad))):
         demo.run_demo(tmp_path / "out", **bad)
-
-
-def test_full_batch_steps_are_counted_alone():
-    stats = demo.RunStats()
-    stats.add_step(3, 9, {"draft": 1.0}, {"verify": 2.0})
-    stats.add_step(1, 1, {"draft": 1.0}, {"verify": 1.0})
-    assert demo._full(stats).tokens_per_second == 3
-    assert stats.total.tokens_per_second == 2
