@@ -101,7 +101,7 @@ def sample(
     logits: Tensor, probs: Tensor | None, uniform: Tensor, sampling: SamplingBatch
 ) -> Tensor:
     """One token a row `[B]`: the likeliest for greedy rows, a draw from `probs` for others."""
-    tokens = logits.argmax(-1)
+    tokens = logits.max(-1).indices  # of equal ones the first, as argmax, which is slower
     if probs is not None:
         rows = (~sampling.greedy).nonzero().squeeze(1)
         tokens[rows] = draw(probs[rows], uniform[rows])
@@ -139,7 +139,7 @@ def accept(
     following : Tensor `[B]` int64, the token after the accepted ones
     """
     rows, width = drafts.shape
-    best = logits.argmax(-1)
+    best = logits.max(-1).indices
     matches = drafts == best[:, :width]
     p = None
     sampled = (~sampling.greedy).nonzero().squeeze(1)

@@ -27,8 +27,8 @@ def check_supported(config: PretrainedConfig, architecture: str) -> None:
     Raises
     ------
     UnsupportedModelError
-        Unknown class, sliding-window layers, soft-capped scores, rotary embeddings that depend on
-        the longest sequence of a batch.
+        Unknown class, sliding-window layers, soft-capped scores, another activation than SiLU,
+        rotary embeddings that depend on the longest sequence of a batch.
     """
     if architecture not in SUPPORTED:
         raise UnsupportedModelError(
@@ -46,6 +46,11 @@ def check_supported(config: PretrainedConfig, architecture: str) -> None:
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, name, None) is not None:
             raise UnsupportedModelError(f"{architecture} with {name} is not supported")
+    activation = getattr(config, "hidden_act", "silu")
+    if activation != "silu":
+        raise UnsupportedModelError(
+            f"{architecture} with hidden_act {activation!r} is not supported, only 'silu'"
+        )
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind in ("dynamic", "longrope"):

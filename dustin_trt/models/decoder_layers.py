@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dustin_trt.models._glue import rms_norm, rotate_, silu_mul
+
 Watch = Callable[[str, Tensor], None]
 """Called with a place in a model and the hidden states that left it."""
 
@@ -97,10 +99,9 @@ class _Norm:
     def __init__(self, module: Any) -> None:
         self.weight = module.weight.detach()
         self.eps = module.variance_epsilon
-        self.shape = tuple(self.weight.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,6 @@ class _Layer:
     out: Linear
     before_mlp: _Norm
     gate_up: Linear
-    activation: Callable[[Tensor], Tensor]
     down: Linear
     heads: int
     kv_heads: int
@@ -135,7 +135,6 @@ class _Layer:
             out=Linear(attention.o_proj),
             before_mlp=_Norm(module.post_attention_layernorm),
             gate_up=Linear(mlp.gate_proj, mlp.up_proj),
-            activation=mlp.act_fn,
             down=Linear(mlp.down_proj),
             heads=attention.q_proj.out_features // attention.head_dim,
             kv_heads=attention.k_proj.out_features // attention.head_dim,
@@ -144,19 +143,17 @@ class _Layer:
         )
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, step: AttentionStep) -> Tensor:
-        """`x [B, w, hidden]`; `cos`, `sin` `[B, w, 1, D]`, the first half of sin negated."""
+        """`x [B, w, hidden]`; `cos`, `sin` `[B, w, D]`."""
         heads = self.qkv(self.before_attention(x)).unflatten(-1, (-1, self.head_dim))
         rotated = heads[:, :, : self.heads + self.kv_heads]
         if self.q_norm and self.k_norm:
             q, k = rotated.split((self.heads, self.kv_heads), 2)
             rotated = torch.cat((self.q_norm(q), self.k_norm(k)), 2)
-        # Rotary embedding of queries and keys at once: x cos + (-x2, x1) sin, its sign in sin.
-        rotated = torch.addcmul(rotated * cos, rotated.roll(self.head_dim // 2, -1), sin)
+        rotate_(rotated, cos, sin)
         q, k = rotated[:, :, : self.heads], rotated[:, :, self.heads :]
         v = heads[:, :, self.heads + self.kv_heads :]
         x = self.out(step.attend(self.number, q, k, v, self.scale).flatten(2), x)
-        gate, up = self.gate_up(self.before_mlp(x)).chunk(2, -1)
-        return self.down(self.activation(gate) * up, x)
+        return self.down(silu_mul(self.gate_up(self.before_mlp(x))), x)
 
 
 class DecoderLayers:
@@ -212,9 +209,7 @@ class DecoderLayers:
         x = self._embedding(tokens)
         if watch:
             watch("embedding", x)
-        cos, sin = (t.unsqueeze(2) for t in self._rotary(x, positions))
-        half = sin.shape[-1] // 2
-        sin = torch.cat((-sin[..., :half], sin[..., half:]), -1)
+        cos, sin = (t.contiguous() for t in self._rotary(x, positions))
         for layer in layers:
             x = self._layers[layer](x, cos, sin, step)
             if watch:

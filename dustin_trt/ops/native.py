@@ -98,6 +98,9 @@ _OPS = (
     "dustin_cpu_select_tokens",
     "dustin_cpu_dense_attention",
     "dustin_cpu_sparse_attention",
+    "dustin_cpu_rms_norm",
+    "dustin_cpu_rotate",
+    "dustin_cpu_silu_mul",
 )
 
 

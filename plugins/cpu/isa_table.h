@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels_body.h"
+#include "layers_body.h"
 
 namespace dustin::DUSTIN_ISA {
 
@@ -14,7 +15,10 @@ constexpr Isa make_isa(const char* name) {
           {score<PlainMath<float>>, score<PlainMath<Half>>, score<BfloatMath>},
           {store_row<float>, store_row<Half>, store_row<Bfloat16>},
           merge,
-          weigh};
+          weigh,
+          {rms_norm<float>, rms_norm<Half>, rms_norm<Bfloat16>},
+          {rotate<float>, rotate<Half>, rotate<Bfloat16>},
+          {silu_mul<float>, silu_mul<Half>, silu_mul<Bfloat16>}};
 }
 
 }  // namespace dustin::DUSTIN_ISA

@@ -71,6 +71,10 @@ struct Isa {
   // scores[j] += sum over rows of factors[r] * weights[r * stride + j].
   void (*weigh)(const float* weights, int64_t stride, const float* factors, int rows, int count,
                 float* scores);
+  // One row, one head, one row.
+  void (*rms_norm[3])(const void* x, const void* weight, float eps, int dim, void* out);
+  void (*rotate[3])(void* x, const void* cos, const void* sin, int dim);
+  void (*silu_mul[3])(const void* x, int dim, void* out);
 };
 
 }  // namespace dustin

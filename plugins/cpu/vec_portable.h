@@ -36,6 +36,9 @@ inline Vec operator-(Vec a, Vec b) {
 inline Vec operator*(Vec a, Vec b) {
   return each([&](int i) { return a.v[i] * b.v[i]; });
 }
+inline Vec operator/(Vec a, Vec b) {
+  return each([&](int i) { return a.v[i] / b.v[i]; });
+}
 inline Vec fma(Vec a, Vec b, Vec c) {
   return each([&](int i) { return a.v[i] * b.v[i] + c.v[i]; });
 }

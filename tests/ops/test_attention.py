@@ -7,12 +7,16 @@ import torch
 from dustin_trt.ops import dense_attention, sparse_attention
 from dustin_trt.ops.dense_attention import reference as dense_reference
 from dustin_trt.ops.sparse_attention import reference as sparse_reference
+from tests.ops.kernels import KERNELS, on
 from tests.ops.paged import LAYOUTS, naive_attention, paged, queries
 
 HEADS = [(4, 4), (4, 2), (9, 3), (8, 2), (5, 1), (6, 1), (28, 4), (8, 1)]  # G = 1 … 8
 IMPLEMENTATIONS = {
-    "registered": (dense_attention, sparse_attention),
     "reference": (dense_reference, sparse_reference),
+    **{
+        kernels: (on(kernels, dense_attention), on(kernels, sparse_attention))
+        for kernels in KERNELS
+    },
 }
 # Relative to 1 + |value|: fp32 inside, so little more than rounding the output.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 6e-4, torch.bfloat16: 5e-3}
@@ -71,7 +75,7 @@ class Problem:
         assert out.dtype == self.q.dtype
         assert lse.dtype == torch.float32
         tolerance, lse_tolerance = TOLERANCE[out.dtype], LSE_TOLERANCE
-        if implementation == "registered" and out.dtype != torch.float32:
+        if implementation == "torch" and out.dtype != torch.float32:
             lse_tolerance = FUSED_HALF_LSE_TOLERANCE
         for b, n in enumerate(self.lengths):
             right, right_lse = naive_attention(

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dustin_trt.ops import kv_append
+from tests.ops.kernels import each_kernel  # noqa: F401 — on every instruction set
 
 LENGTHS = [0, 3, 4, 10]  # a fresh row, one before a page border, on it, in the last page
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dustin_trt.ops import select_tokens
+from tests.ops.kernels import each_kernel  # noqa: F401 — on every instruction set
 
 FEW_VALUES = (-math.inf, -1.0, -0.0, 0.0, 0.25, 1.0)
 

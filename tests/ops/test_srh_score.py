@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from dustin_trt.ops import srh_score
+from tests.ops.kernels import each_kernel  # noqa: F401 — on every instruction set
 from tests.ops.paged import LAYOUTS, paged, queries
 
 SCALE = 0.2

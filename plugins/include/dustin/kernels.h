@@ -185,6 +185,47 @@ DUSTIN_API int32_t dustin_cpu_dense_attention(const DustinDenseAttentionParams* 
 DUSTIN_API int32_t dustin_cpu_sparse_attention(const DustinSparseAttentionParams* params,
                                                int32_t threads);
 
+/* What lies between a decoder layer's matrix products, for CPUs, where at a few rows a call of a
+ * general operator costs more than its work. Everything fp32 inside. */
+
+/* out[r] = x[r] / sqrt(mean(x[r]^2) + eps) * weight. */
+typedef struct DustinRmsNormParams {
+  const void* x;      /* [rows, dim], contiguous */
+  const void* weight; /* [dim] */
+  void* out;          /* [rows, dim], contiguous; may be x */
+  int64_t rows;
+  int32_t dim;
+  int32_t dtype; /* DustinDtype, of all three */
+  float eps;
+  int32_t reserved;
+} DustinRmsNormParams;
+
+/* Rotary embedding in place: for the halves (a, b) of a head, (a cos_a - b sin_a, b cos_b + a sin_b). */
+typedef struct DustinRotateParams {
+  DustinRows x;    /* [B, rows, heads, D] */
+  const void* cos; /* [B, rows, D], contiguous */
+  const void* sin;
+  int32_t batch;
+  int32_t rows;
+  int32_t heads;
+  int32_t head_dim; /* even, at most DUSTIN_MAX_HEAD_DIM */
+  int32_t dtype;    /* DustinDtype, of all three */
+  int32_t reserved;
+} DustinRotateParams;
+
+/* out[r, i] = silu(x[r, i]) * x[r, dim + i]: a gated MLP's activation. */
+typedef struct DustinSiluMulParams {
+  const void* x; /* [rows, 2 * dim], contiguous */
+  void* out;     /* [rows, dim], contiguous */
+  int64_t rows;
+  int32_t dim;
+  int32_t dtype; /* DustinDtype, of both */
+} DustinSiluMulParams;
+
+DUSTIN_API int32_t dustin_cpu_rms_norm(const DustinRmsNormParams* params, int32_t threads);
+DUSTIN_API int32_t dustin_cpu_rotate(const DustinRotateParams* params, int32_t threads);
+DUSTIN_API int32_t dustin_cpu_silu_mul(const DustinSiluMulParams* params, int32_t threads);
+
 /* Read `count` rows of `row_bytes` bytes at base + rows[i] * row_bytes, or one after another where
  * rows is null, and add up their 64-bit words in *sum: what benchmarks take as the memory's
  * bandwidth for streams and for random rows. row_bytes is a multiple of 64. */
