@@ -60,8 +60,22 @@ class Attention {
     thread_local Arena results;  // tasks on other threads write here: not task_arena()
     results.reset(Arena::room<float>(floats));
     results_ = results.take<float>(floats);
-    parallel_for(static_cast<int>(tasks.size()), threads,
-                 [&](int i) { attend(blocks_[tasks[i].first], tasks[i].second); });
+    // A thread takes a few tasks in a row, so that it can fetch the next one's first keys in time.
+    const int count = static_cast<int>(tasks.size());
+    const int in_a_row = std::max(1, std::min(4, count / (4 * threads)));
+    parallel_for((count + in_a_row - 1) / in_a_row, threads, [&](int run) {
+      const int last = std::min(count, (run + 1) * in_a_row);
+      AttendTask task = make(blocks_[tasks[run * in_a_row].first], tasks[run * in_a_row].second);
+      for (int i = run * in_a_row; i < last; i++) {
+        AttendTask following;
+        if (i + 1 < last) following = make(blocks_[tasks[i + 1].first], tasks[i + 1].second);
+        isa_.attend[p_.cache.dtype](task, i + 1 < last ? &following : nullptr);
+        // Whoever finishes a block's last part combines them, always in the same order.
+        Block& block = blocks_[tasks[i].first];
+        if (block.missing.fetch_sub(1, std::memory_order_acq_rel) == 1) finish(block);
+        task = following;
+      }
+    });
   }
 
  private:
@@ -107,7 +121,7 @@ class Attention {
     return padded * dim_padded_ + 2 * padded;
   }
 
-  void attend(Block& block, int part) const {
+  AttendTask make(const Block& block, int part) const {
     const DustinKvCache& c = p_.cache;
     float* const out = results_ + block.results + part * result_size(block.rows);
     const int padded = round_up(block.rows, isa_.row_pad);
@@ -129,9 +143,7 @@ class Attention {
     task.out = out;
     task.max = out + int64_t{padded} * dim_padded_;
     task.sum = task.max + padded;
-    isa_.attend[c.dtype](task);
-    // Whoever finishes a block's last part combines them, always in the same order.
-    if (block.missing.fetch_sub(1, std::memory_order_acq_rel) == 1) finish(block);
+    return task;
   }
 
   void finish(const Block& block) const {

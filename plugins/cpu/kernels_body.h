@@ -14,14 +14,17 @@ namespace dustin::DUSTIN_ISA {
 
 template <class Math>
 class Attention {
+  using Element = typename Math::Element;
+
  public:
   explicit Attention(const AttendTask& task)
       : t_(task),
         mp_(round_up(task.rows, Math::kRowPad)),
         dp_(round_up(task.head_dim, kLanes)),
-        row_bytes_(task.head_dim * sizeof(typename Math::Element)) {}
+        row_bytes_(task.head_dim * sizeof(Element)) {}
 
-  void run() {
+  // Also fetches the first keys and values of the task that this thread goes on with, if any.
+  void run(const AttendTask* following) {
     Arena& arena = task_arena();
     arena.reset(Math::room(mp_, t_.head_dim) + Arena::room<float>(Math::kMostKeys * mp_) +
                 Arena::room<float>(mp_));
@@ -38,39 +41,35 @@ class Attention {
 
     int64_t places[2][Math::kMostKeys];
     int64_t *here = places[0], *next = places[1];
-    int keys = locate(t_.first_key, here);
-    for (int j = 0; j < std::min(keys, kAhead); j++) prefetch(t_.tokens.k, here[j]);
+    int keys = locate(t_, t_.first_key, here);
     for (int first = t_.first_key, next_keys; keys > 0; first += keys, keys = next_keys) {
-      next_keys = locate(first + keys, next);
+      next_keys = locate(t_, first + keys, next);
       // What comes next is fetched while this is computed with.
-      if (evenly_spaced(here, keys) &&
-          math.view_keys(at(t_.tokens.k, here[0]), t_.tokens.token_stride, keys)) {
-        for (int j = 0; j < keys; j++) prefetch(t_.tokens.v, here[j]);
-      } else {
-        for (int j = 0; j < keys; j++) {
-          // Only the first block's keys are not on their way yet.
-          if (first == t_.first_key && j + kAhead < keys) prefetch(t_.tokens.k, here[j + kAhead]);
-          math.stage_key(j, at(t_.tokens.k, here[j]));
-          prefetch(t_.tokens.v, here[j]);
-        }
-      }
-      math.logits(keys, s_, [&](int from, int to) {
-        for (int j = from; j < std::min(to, next_keys); j++) prefetch(t_.tokens.k, next[j]);
-      });
-      weights(first, keys);
+      Ahead ahead(row_bytes_);
+      if (next_keys > 0)
+        ahead.aim(t_.tokens.k, t_.tokens.v, sizeof(Element), next, next_keys);
+      else if (following)
+        ahead.aim(following->tokens.k, following->tokens.v, sizeof(Element), next,
+                  locate(*following, following->first_key, next));
+      if (!evenly_spaced(here, keys) ||
+          !math.view_keys(at(t_.tokens.k, here[0]), t_.tokens.token_stride, keys))
+        for (int j = 0; j < keys; j++) math.stage_key(j, at(t_.tokens.k, here[j]));
+      ahead.share(0.35f);
+      math.logits(keys, s_, ahead);
+      ahead.share(0.5f);
+      weights(first, keys, ahead);
+      ahead.share(1.f);
       math.add_values(
-          keys, t_.rows, [&](int j) { return at(t_.tokens.v, here[j]); }, s_, alpha_, t_.out);
+          keys, t_.rows, [&](int j) { return at(t_.tokens.v, here[j]); }, s_, alpha_, t_.out,
+          ahead);
+      ahead.rest();
       std::swap(here, next);
     }
   }
 
  private:
   static const void* at(const void* base, int64_t elements) {
-    return static_cast<const typename Math::Element*>(base) + elements;
-  }
-
-  void prefetch(const void* base, int64_t place) const {
-    prefetch_row(at(base, place), row_bytes_);
+    return static_cast<const Element*>(base) + elements;
   }
 
   bool evenly_spaced(const int64_t* places, int keys) const {
@@ -81,21 +80,21 @@ class Attention {
 
   // Where the keys of the block from `first` on begin, and how many there are. A short rest joins
   // the block before it.
-  int locate(int first, int64_t* places) const {
-    const int left = t_.last_key - first;
+  static int locate(const AttendTask& t, int first, int64_t* places) {
+    const int left = t.last_key - first;
     const int keys = left <= Math::kMostKeys ? std::max(0, left) : Math::kBlock;
     for (int j = 0; j < keys; j++) {
       const int key = first + j;
-      const int position = key >= t_.history ? t_.length + key - t_.history
-                           : t_.indices      ? t_.indices[key]
-                                             : key;
-      places[j] = t_.tokens.offset(position);
+      const int position = key >= t.history ? t.length + key - t.history
+                           : t.indices      ? t.indices[key]
+                                            : key;
+      places[j] = t.tokens.offset(position);
     }
     return keys;
   }
 
   // Logits to weights 2^(x - max), and what the earlier blocks' sums must be multiplied with.
-  void weights(int first, int keys) const {
+  void weights(int first, int keys, Ahead& ahead) const {
     const Vec scale = splat(t_.scale * kLog2E);
     const int seen_by_all = std::max(0, std::min(keys, t_.history - first));
     for (int v = 0; v < mp_; v += kLanes) {
@@ -110,6 +109,7 @@ class Attention {
       }
       Vec sum = zero();
       for (int j = 0; j < keys; j++) {
+        ahead.step(keys * (mp_ / kLanes));
         const Vec p = exp2(load(s_ + j * mp_ + v) - top);
         store(s_ + j * mp_ + v, p);
         sum = sum + p;
@@ -121,8 +121,6 @@ class Attention {
     }
   }
 
-  static constexpr int kAhead = 16;  // rows
-
   const AttendTask& t_;
   const int mp_, dp_;
   const size_t row_bytes_;
@@ -131,8 +129,8 @@ class Attention {
 };
 
 template <class Math>
-void attend(const AttendTask& task) {
-  Attention<Math>(task).run();
+void attend(const AttendTask& task, const AttendTask* following) {
+  Attention<Math>(task).run(following);
 }
 
 template <class Math>
@@ -158,11 +156,14 @@ void score(const ScoreTask& t) {
         position / t.tokens.page_size == (position + block - 1) / t.tokens.page_size;
     if (!one_page || !math.view_keys(key(position), t.tokens.token_stride, block))
       for (int j = 0; j < block; j++) math.stage_key(j, key(position + j));
-    math.logits(block, s, [&](int from, int to) {
-      for (int j = from; j < to; j++)
-        if (position + Math::kBlock + j < t.last_key)
-          prefetch_row(key(position + Math::kBlock + j), row_bytes);
-    });
+    const int next = std::min(Math::kBlock, keys - first - block);
+    int64_t places[Math::kBlock];
+    for (int j = 0; j < next; j++) places[j] = t.tokens.offset(position + block + j);
+    Ahead ahead(row_bytes);
+    ahead.aim(t.tokens.k, nullptr, sizeof(typename Math::Element), places, next);
+    ahead.share(1.f);
+    math.logits(block, s, ahead);
+    ahead.rest();
     for (int r = 0; r < t.rows; r += kLanes) {
       const int rows = std::min(kLanes, t.rows - r);
       for (int j = 0; j < block; j += kLanes) {

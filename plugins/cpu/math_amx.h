@@ -44,14 +44,12 @@ class TileMath : public PairOperands {
   }
 
   // s[keys, mp] = k q^T, 16 keys by up to 64 query rows at a time.
-  template <class Meanwhile>
-  void logits(int keys, float* s, const Meanwhile& meanwhile) {
+  void logits(int keys, float* s, Ahead& ahead) {
     const Bfloat16* const k = keys_ ? keys_ : k_;
     const int64_t stride = keys_ ? stride_ : kp_;
     keys_ = nullptr;
     settle(k);
     for (int j = 0; j < keys; j += 16) {
-      meanwhile(j, j + 16);
       for (int r = 0; r < mp_; r += 64) {
         const int tiles = std::min(4, (mp_ - r) / 16);
         _tile_zero(0);
@@ -59,6 +57,7 @@ class TileMath : public PairOperands {
         _tile_zero(2);
         _tile_zero(3);
         for (int c = 0; c < kp_ / 2; c += 16) {
+          ahead.step((keys + 15) / 16 * ((mp_ + 63) / 64) * (kp_ / 32));
           const float* q = q_ + static_cast<int64_t>(c) * mp_ + r;
           _tile_loadd(4, k + j * stride + 2 * c, stride * sizeof(Bfloat16));
           _tile_loadd(5, q, mp_ * sizeof(float));
@@ -87,7 +86,7 @@ class TileMath : public PairOperands {
 
   template <class Value>
   void add_values(int keys, int rows, const Value& value, const float* p, const float* alpha,
-                  float* o) const {
+                  float* o, Ahead& ahead) const {
     const int padded = round_up(keys, 32);
     stage_values(keys, padded, value);
     stage_weights(keys, padded, p);
@@ -107,11 +106,14 @@ class TileMath : public PairOperands {
         const int tiles = std::min(3, (mp_ - r) / 16);
         const bool wide = c + 16 < dp_;
         if (tiles == 3)
-          wide ? add_tiles<3, true>(padded, r, c, o) : add_tiles<3, false>(padded, r, c, o);
+          wide ? add_tiles<3, true>(padded, r, c, o, ahead)
+               : add_tiles<3, false>(padded, r, c, o, ahead);
         else if (tiles == 2)
-          wide ? add_tiles<2, true>(padded, r, c, o) : add_tiles<2, false>(padded, r, c, o);
+          wide ? add_tiles<2, true>(padded, r, c, o, ahead)
+               : add_tiles<2, false>(padded, r, c, o, ahead);
         else
-          wide ? add_tiles<1, true>(padded, r, c, o) : add_tiles<1, false>(padded, r, c, o);
+          wide ? add_tiles<1, true>(padded, r, c, o, ahead)
+               : add_tiles<1, false>(padded, r, c, o, ahead);
         r += 16 * tiles;
       }
     }
@@ -119,7 +121,7 @@ class TileMath : public PairOperands {
 
  private:
   template <int Rows, bool Wide>
-  void add_tiles(int padded, int r, int c, float* o) const {
+  void add_tiles(int padded, int r, int c, float* o, Ahead& ahead) const {
     float* d = o + r * dp_ + c;
     const int64_t o_stride = dp_ * sizeof(float), p_stride = kMostKeys / 2 * sizeof(float);
     _tile_loadd(0, d, o_stride);
@@ -129,6 +131,7 @@ class TileMath : public PairOperands {
     if constexpr (Rows > 2) _tile_loadd(4, d + 32 * dp_, o_stride);
     if constexpr (Rows > 2 && Wide) _tile_loadd(5, d + 32 * dp_ + 16, o_stride);
     for (int j = 0; j < padded / 2; j += 16) {
+      ahead.step((padded / 32) * ((dp_ + 31) / 32) * ((mp_ + 47) / 48));
       const float* p = pt_ + r * (kMostKeys / 2) + j;
       const float* v = v_ + static_cast<int64_t>(j) * dp_ + c;
       _tile_loadd(6, v, o_stride);

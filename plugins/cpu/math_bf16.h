@@ -164,10 +164,9 @@ class PairMath : public PairOperands {
   // These products need the keys staged.
   bool view_keys(const void*, int64_t, int) { return false; }
 
-  template <class Meanwhile>
-  void logits(int keys, float* s, const Meanwhile& meanwhile) const {
+  void logits(int keys, float* s, Ahead& ahead) const {
     for (int j = 0; j < keys; j += 8) {
-      meanwhile(j, j + 8);
+      ahead.step((keys + 7) / 8);
       const float* k = reinterpret_cast<const float*>(k_) + j * (kp_ / 2);
       float* d = s + j * mp_;
       int r = 0;
@@ -179,13 +178,16 @@ class PairMath : public PairOperands {
 
   template <class Value>
   void add_values(int keys, int rows, const Value& value, const float* p, const float* alpha,
-                  float* o) const {
+                  float* o, Ahead& ahead) const {
     const int padded = round_up(keys, 2);
     stage_values(keys, padded, value);
     stage_weights(keys, padded, p);
     constexpr int R = 6;
     int r = 0;
-    for (; r + R <= rows; r += R) row_group<R>(padded / 2, r, alpha, o);
+    for (; r + R <= rows; r += R) {
+      ahead.step(rows / R);
+      row_group<R>(padded / 2, r, alpha, o);
+    }
     switch (rows - r) {
       case 5:
         return row_group<5>(padded / 2, r, alpha, o);

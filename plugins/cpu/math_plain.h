@@ -35,10 +35,62 @@ inline void store_row(const float* src, float factor, int count, void* out) {
   }
 }
 
-inline void prefetch_row(const void* row, size_t bytes) {
-  for (size_t i = 0; i < bytes; i += 64)
-    __builtin_prefetch(static_cast<const char*>(row) + i, 0, 2);
-}
+// Rows that will be read next, fetched a few cache lines at a time: a core has some 16 misses in
+// flight and stands still at the next one, so that a burst would leave nothing to overlap with.
+class Ahead {
+ public:
+  explicit Ahead(size_t row_bytes) : lines_a_row_(static_cast<int>((row_bytes + 63) / 64)) {}
+
+  // The keys at `places`, elements of `size` bytes, and their values unless null.
+  void aim(const void* keys, const void* values, size_t size, const int64_t* places, int count) {
+    base_[0] = static_cast<const char*>(keys);
+    base_[1] = static_cast<const char*>(values);
+    size_ = static_cast<int64_t>(size);
+    places_ = places;
+    rows_a_place_ = values ? 2 : 1;
+    rows_ = count * rows_a_place_;
+    left_ = rows_ * lines_a_row_;
+    if (left_ > 0) start_row();
+  }
+
+  // The steps to come fetch this share of what is left.
+  void share(float part) { share_ = static_cast<int>(part * left_); }
+
+  // One of `steps` equal steps.
+  void step(int steps) {
+    due_ += share_;
+    if (due_ < steps) return;
+    fetch(due_ / steps);
+    due_ %= steps;
+  }
+
+  // All that is left.
+  void rest() { fetch(left_); }
+
+ private:
+  void start_row() {
+    line_ = base_[row_ % rows_a_place_] + places_[row_ / rows_a_place_] * size_;
+    lines_ = lines_a_row_;
+  }
+
+  void fetch(int lines) {
+    lines = std::min(lines, left_);
+    left_ -= lines;
+    for (; lines > 0; lines--) {
+      __builtin_prefetch(line_, 0, 2);
+      line_ += 64;
+      if (--lines_ == 0 && ++row_ < rows_) start_row();
+    }
+  }
+
+  const char* base_[2] = {};
+  const int64_t* places_ = nullptr;
+  const char* line_ = nullptr;
+  int64_t size_ = 0;
+  const int lines_a_row_;
+  int rows_a_place_ = 1, rows_ = 0, row_ = 0, lines_ = 0;
+  int left_ = 0, share_ = 0, due_ = 0;  // lines
+};
 
 // s[key * mp + row] = k[key] . q[row] for NK keys and NV vectors of rows.
 template <int NV, int NK>
@@ -120,12 +172,11 @@ class PlainMath {
   // These products need the keys staged; TileMath's do not.
   bool view_keys(const void*, int64_t, int) { return false; }
 
-  // s[j * mp + r], and nonsense in what rounds `keys` up to a multiple of 8. Calls meanwhile(from,
-  // to) for parts of the keys as it goes.
-  template <class Meanwhile>
-  void logits(int keys, float* s, const Meanwhile& meanwhile) const {
+  // s[j * mp + r], and nonsense in what rounds `keys` up to a multiple of 8. Fetches
+  // what comes next as it goes.
+  void logits(int keys, float* s, Ahead& ahead) const {
     for (int j = 0; j < keys; j += 8) {
-      meanwhile(j, j + 8);
+      ahead.step((keys + 7) / 8);
       const float* k = k_ + j * dp_;
       float* d = s + j * mp_;
       int r = 0;
@@ -139,11 +190,14 @@ class PlainMath {
   // where key j's value lies.
   template <class Value>
   void add_values(int keys, int rows, const Value& value, const float* p, const float* alpha,
-                  float* o) const {
+                  float* o, Ahead& ahead) const {
     for (int j = 0; j < keys; j++) load_row(static_cast<const T*>(value(j)), dim_, v_ + j * dp_);
     constexpr int R = 6, C = kLanes == 16 ? 4 : 2;
     int r = 0;
-    for (; r + R <= rows; r += R) row_group<R, C>(keys, r, p, alpha, o);
+    for (; r + R <= rows; r += R) {
+      ahead.step(rows / R);
+      row_group<R, C>(keys, r, p, alpha, o);
+    }
     switch (rows - r) {
       case 5:
         return row_group<5, C>(keys, r, p, alpha, o);

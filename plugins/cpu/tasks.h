@@ -60,9 +60,10 @@ struct ScoreTask {
 
 struct Isa {
   const char* name;
-  int row_pad;                           // query rows are padded to a multiple of it
-  int dim_pad;                           // head sizes to a multiple of it
-  void (*attend[3])(const AttendTask&);  // by DustinDtype
+  int row_pad;  // query rows are padded to a multiple of it
+  int dim_pad;  // head sizes to a multiple of it
+  // By DustinDtype. `following`, where not null, is what this thread does next.
+  void (*attend[3])(const AttendTask& task, const AttendTask* following);
   void (*score[3])(const ScoreTask&);
   // dst[0 .. head_dim) = src * factor, in the element type.
   void (*scale_row[3])(const float* src, float factor, int head_dim, void* dst);
