@@ -15,10 +15,10 @@ COMPILER := $(shell for c in $${CXX:-c++ g++ clang++}; do command -v $$c && brea
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test sanitize lint clean
+.PHONY: help setup demo test test-reference sanitize lint clean
 
 help: ## Say what there is (the default)
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY) ## Make .venv with the pinned packages, and build the native kernels
 
@@ -44,6 +44,9 @@ demo: $(READY) ## Run the demo on a real model (DTYPE=float32, DEMO_OUTPUT=folde
 test: $(READY) ## Fetch the test model and text, then run the tests (PYTEST_ARGS="-q --durations=10")
 	@$(BIN)/python -m dustin_trt.evaluation.assets
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-reference: $(READY) ## Run models and decoding loop once more on torch alone, without native kernels
+	@DUSTIN_CPU_ISA=reference $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not model" tests/models tests/runtime
 
 sanitize: export PATH := $(CURDIR)/$(BIN):$(PATH)
 sanitize: $(READY) ## Run the native tests under the address and undefined-behaviour sanitizers

@@ -75,10 +75,10 @@ class PagedKVCache:
         if torch.device(device).type == "cpu" and size + beside > _physical_memory():
             raise MemoryError(f"this machine has no memory for {wanted}")
         try:
-            # zeros, not empty: the system hands out zeroed pages only when they are touched, so a
-            # large pool costs nothing until it is used.
-            self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-            self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+            # empty, not zeros: nothing reads what was not appended, and memory that nothing has
+            # touched costs nothing and can still become huge pages.
+            self.k = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+            self.v = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         except RuntimeError as error:  # what torch raises when an allocation fails
             raise MemoryError(f"cannot allocate {wanted}") from error
         for pool in (*self.k, *self.v):

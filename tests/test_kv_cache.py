@@ -158,6 +158,7 @@ def test_rows_follow_the_order_of_the_slots():
 def test_rollback_is_a_smaller_length(page_size):
     """Append 6, keep 3, append 4 others: the rejected tokens are gone, the neighbour untouched."""
     cache = _cache(page_size=page_size, num_pages=None)
+    cache.k[0].zero_()
     cache.reserve(0, 10)
     cache.reserve(1, 10)
     slots = torch.tensor([0, 1])
@@ -221,6 +222,6 @@ def test_a_failed_allocation_says_its_size(monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr(torch, "zeros", fail)
+    monkeypatch.setattr(torch, "empty", fail)
     with pytest.raises(MemoryError, match="cannot allocate a KV cache of " + HUGE_MESSAGE):
         _cache(**HUGE)
