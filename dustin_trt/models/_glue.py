@@ -19,30 +19,41 @@ _SILU_MUL = Struct("@2Pq2i")
 
 
 def _native(x: Tensor) -> bool:
-    return x.is_cpu and native.takes(x)
+    return native.takes(x) and x.is_cpu
+
+
+def _like(x: Tensor, other: Tensor, size: int) -> bool:
+    """Whether `other` is what a kernel that works on x expects: so many elements, of x's dtype."""
+    return (
+        other.dtype is x.dtype and other.numel() == size and other.is_contiguous() and other.is_cpu
+    )
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x / sqrt(mean(x²) + eps) * weight` over the last dimension."""
-    if not _native(x) or not x.is_contiguous():
-        return F.rms_norm(x, weight.shape, weight, eps)
     dim = x.shape[-1]
+    if not _native(x) or not x.is_contiguous() or not _like(x, weight, dim):
+        return F.rms_norm(x, weight.shape, weight, eps)
     out = torch.empty_like(x)
-    native.call(
-        "dustin_cpu_rms_norm", _RMS_NORM, x.data_ptr(), weight.data_ptr(), out.data_ptr(),
+    params = _RMS_NORM.pack(
+        x.data_ptr(), weight.data_ptr(), out.data_ptr(),
         x.numel() // dim, dim, native.DTYPES[x.dtype], eps, 0,
     )  # fmt: skip
+    native.call("dustin_cpu_rms_norm", params)
     return out
 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotary embedding of `x [B, w, heads, D]`, in place; `cos`, `sin` `[B, w, D]`."""
     batch, rows, heads, dim = x.shape
-    if _native(x):
-        native.call(
-            "dustin_cpu_rotate", _ROTATE, *native.rows_fields(x), cos.data_ptr(), sin.data_ptr(),
+    strides = x.stride()
+    size = batch * rows * dim
+    if _native(x) and strides[3] == 1 and _like(x, cos, size) and _like(x, sin, size):
+        params = _ROTATE.pack(
+            x.data_ptr(), *strides[:3], cos.data_ptr(), sin.data_ptr(),
             batch, rows, heads, dim, native.DTYPES[x.dtype], 0,
         )  # fmt: skip
+        native.call("dustin_cpu_rotate", params)
         return
     a, b = x.chunk(2, -1)
     turned = torch.cat((-b, a), -1) * sin.unsqueeze(2)
@@ -56,8 +67,8 @@ def silu_mul(x: Tensor) -> Tensor:
         return F.silu(gate) * up
     dim = x.shape[-1] // 2
     out = x.new_empty(*x.shape[:-1], dim)
-    native.call(
-        "dustin_cpu_silu_mul", _SILU_MUL, x.data_ptr(), out.data_ptr(),
-        x.numel() // (2 * dim), dim, native.DTYPES[x.dtype],
-    )  # fmt: skip
+    params = _SILU_MUL.pack(
+        x.data_ptr(), out.data_ptr(), x.numel() // (2 * dim), dim, native.DTYPES[x.dtype]
+    )
+    native.call("dustin_cpu_silu_mul", params)
     return out

@@ -47,6 +47,8 @@ def attend_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, T
     rows, w, heads, dim = q.shape
     _, kv_heads, n, _ = k.shape
     group = heads // kv_heads
+    if q.stride()[3] != 1:  # torch's kernel would read past this and answer wrongly
+        q = q.contiguous()
     folded = q.view(rows, w, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
     # Every layer of a pass asks for the same masks; those of a prefill are too large to keep.
     make_mask = _causal_mask if w <= _KEPT_WINDOW else _causal_mask.__wrapped__

@@ -42,7 +42,11 @@ def define(
     lengths = names.index("lengths")
 
     def call(*arguments: Any) -> Any:
-        probe = arguments[lengths]
-        return cpu(*arguments) if type(probe) is Tensor and probe.is_cpu else op(*arguments)
+        # To Dynamo a traced tensor is a plain one, and what `cpu` does with addresses opaque.
+        if not torch.compiler.is_dynamo_compiling():
+            probe = arguments[lengths]
+            if type(probe) is Tensor and probe.is_cpu:
+                return cpu(*arguments)
+        return op(*arguments)
 
     return call

@@ -52,35 +52,36 @@ def _implementation(attend: Attend) -> Callable[..., tuple[Tensor, Tensor]]:
 reference = _implementation(attend_reference)
 _torch_cpu = _implementation(attend_cpu)
 
-FIELDS = f"{native.CACHE}{native.ROWS}{native.ROWS}P2ifi"
-"""Layout of `DustinDenseAttentionParams`."""
-_PARAMS = Struct(f"@{FIELDS}")
+_PARAMS = Struct(f"@{native.CACHE}{native.ROWS}{native.ROWS}P2ifi")
 
 
 def prepare(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, lengths: Tensor, scale: float
-) -> tuple[Tensor, Tensor, tuple[float, ...]]:
-    """Outputs to write, and values for `FIELDS`."""
-    q = native.dense_rows(q, k_cache.dtype)
+) -> tuple[Tensor, Tensor, bytes]:
+    """Outputs to write, and `DustinDenseAttentionParams`; `q` as `native.dense_rows` returns it."""
     rows, w, heads, dim = q.shape
-    # Of the ways to allocate, that which takes least: a call must not cost more than the work.
-    out = torch.empty(rows, w, heads, dim, dtype=q.dtype)
-    lse = torch.empty(rows, w, heads, dtype=torch.float32)
-    values = (
-        *native.cache_fields(k_cache, v_cache, page_table, lengths),
-        *native.rows_fields(q),
+    cache = native.cache_fields(k_cache, v_cache, page_table, lengths)
+    queries = native.rows_fields(q, cache, "q")
+    # Of the ways to allocate, those which take least: a call must not cost more than the work.
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = torch.empty(rows, w, heads, dtype=torch.float32, device=native.CPU)
+    params = _PARAMS.pack(
+        *cache, *queries,
         out.data_ptr(), w * heads * dim, heads * dim, dim, lse.data_ptr(), w, heads, scale, 0,
     )  # fmt: skip
-    return out, lse, values
+    return out, lse, params
 
 
 def _cpu(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, lengths: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
+    if q.dtype is not k_cache.dtype:  # which neither the kernels nor torch's take
+        return reference(q, k_cache, v_cache, page_table, lengths, scale)
     if not native.takes(k_cache):
         return _torch_cpu(q, k_cache, v_cache, page_table, lengths, scale)
-    out, lse, values = prepare(q, k_cache, v_cache, page_table, lengths, scale)
-    native.call("dustin_cpu_dense_attention", _PARAMS, *values)
+    q = native.dense_rows(q, q.dtype)
+    out, lse, params = prepare(q, k_cache, v_cache, page_table, lengths, scale)
+    native.call("dustin_cpu_dense_attention", params)
     return out, lse
 
 

@@ -42,8 +42,11 @@ def _cpu(
         return reference(k, v, k_cache, v_cache, page_table, lengths)
     k, v = native.dense_rows(k, k_cache.dtype), native.dense_rows(v, k_cache.dtype)
     cache = native.cache_fields(k_cache, v_cache, page_table, lengths)
-    rows = (*native.rows_fields(k), *native.rows_fields(v))
-    native.call("dustin_cpu_kv_append", _PARAMS, *cache, *rows, k.shape[1], 0)
+    shape = _, w, heads, _ = k.shape
+    if v.shape != shape or heads != k_cache.shape[1]:
+        raise ValueError(f"k {[*shape]}, v {[*v.shape]} and caches {[*k_cache.shape]} do not match")
+    rows = (*native.rows_fields(k, cache, "k"), *native.rows_fields(v, cache, "v"))
+    native.call("dustin_cpu_kv_append", _PARAMS.pack(*cache, *rows, w, 0))
 
 
 kv_append = define(

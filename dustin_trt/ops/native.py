@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from struct import Struct
 
 import torch
 from torch import Tensor
@@ -23,11 +22,14 @@ from dustin_trt.ops._native_library import find_library
 ABI_VERSION = 1
 REFERENCE = "reference"
 
+CPU = torch.device("cpu")
+"""Said outright where memory is made: torch's default may be another."""
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """Codes of `DustinDtype`."""
 
 CACHE = "4P4q8i"
 """Layout of `DustinKvCache`, for `struct`; `cache_fields` fills it."""
+_BATCH, _HEAD_DIM = 9, 13  # places in it
 ROWS = "P3q"
 """Layout of `DustinRows`; `rows_fields` fills it."""
 
@@ -114,7 +116,8 @@ def _openmp_of_torch() -> ctypes.CDLL | None:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    paths = re.findall(r"\S*/lib(?:gomp|iomp5|omp)[-.\w]*\.so[.\d]*$", maps, re.MULTILINE)
+    # The path is the rest of the line from the first slash; it may contain spaces.
+    paths = re.findall(r"^[^/]*(/.*/lib(?:gomp|iomp5|omp)[-.\w]*\.so[.\d]*)$", maps, re.MULTILINE)
     home = str(Path(torch.__file__).parent)  # also of the sister folder torch.libs
     for path in sorted(set(paths), key=lambda p: not p.startswith(home)):
         library = ctypes.CDLL(path)
@@ -193,29 +196,85 @@ def cache_fields(
     lengths : Tensor `[B]` int32, contiguous
     """
     pages, heads, page_size, dim = k.shape
-    page, head, token, _ = k.stride()
-    batch, max_pages = page_table.shape
+    page, head, token, element = strides = k.stride()
+    dtype = k.dtype
+    if not k.is_cpu or (element != 1 and dim > 1):
+        raise ValueError(f"the cache must lie on the CPU with contiguous heads: {_describe(k)}")
+    if v is not None and (
+        v.dtype is not dtype or v.stride() != strides or v.shape != k.shape or not v.is_cpu
+    ):
+        raise ValueError(f"k and v cache must be alike: {_describe(k)}, {_describe(v)}")
+    table, rows, batch, stride, max_pages = list_fields(page_table, lengths)
     return (
-        k.data_ptr(), 0 if v is None else v.data_ptr(), page_table.data_ptr(), lengths.data_ptr(),
-        page, head, token, page_table.stride(0),
-        DTYPES[k.dtype], batch, pages, heads, page_size, dim, max_pages, 0,
+        k.data_ptr(), 0 if v is None else v.data_ptr(), table, rows, page, head, token, stride,
+        DTYPES[dtype], batch, pages, heads, page_size, dim, max_pages, 0,
     )  # fmt: skip
 
 
-def rows_fields(x: Tensor) -> tuple[int, int, int, int]:
-    """Values for `ROWS`: `x [B, rows, heads, D]`, contiguous in its last dimension."""
-    batch, row, head, _ = x.stride()
-    return x.data_ptr(), batch, row, head
+def list_fields(table: Tensor, rows: Tensor) -> tuple[int, int, int, int, int]:
+    """Addresses of `table [B, n]` and `rows [B]`, both int32; B, the table's row stride, and n."""
+    batch, width = table.shape
+    stride, column = table.stride()
+    if (
+        table.dtype is not torch.int32
+        or rows.dtype is not torch.int32
+        or rows.numel() != batch
+        or not rows.is_contiguous()
+        or (column != 1 and width > 1)
+        or not table.is_cpu
+        or not rows.is_cpu
+    ):
+        raise ValueError(
+            "page_table and lengths, or indices and counts, must be [B, n] and [B] of torch.int32, "
+            f"contiguous, on the CPU: {_describe(table)}, {_describe(rows)}"
+        )
+    return table.data_ptr(), rows.data_ptr(), batch, stride, width
+
+
+def score_fields(scores: Tensor, batch: int) -> tuple[int, int, int]:
+    """Address, row stride and width of `scores [B, N]` fp32."""
+    rows, width = scores.shape
+    stride, column = scores.stride()
+    if (
+        scores.dtype is not torch.float32
+        or rows != batch
+        or (column != 1 and width > 1)
+        or not scores.is_cpu
+    ):
+        raise ValueError(
+            f"scores must be [{batch}, N] of torch.float32, contiguous in each row, on the CPU: "
+            f"{_describe(scores)}"
+        )
+    return scores.data_ptr(), stride, width
+
+
+def rows_fields(x: Tensor, cache: tuple[int, ...], name: str) -> tuple[int, int, int, int]:
+    """Values for `ROWS`: `x [B, rows, heads, D]` from `dense_rows`, of the cache's B and D."""
+    rows, _, _, dim = x.shape
+    batch_stride, row, head, _ = x.stride()
+    if rows != cache[_BATCH] or dim != cache[_HEAD_DIM] or not x.is_cpu:
+        raise ValueError(
+            f"{name} must be [{cache[_BATCH]}, rows, heads, {cache[_HEAD_DIM]}] on the CPU: "
+            f"{_describe(x)}"
+        )
+    return x.data_ptr(), batch_stride, row, head
 
 
 def dense_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x [B, rows, heads, D]` in `dtype` with contiguous heads; a copy only where it must be."""
-    if x.dtype != dtype:
+    """`x [B, rows, heads, D]` in `dtype` with contiguous heads; a copy only where it must be.
+
+    The caller keeps it until the kernel, which has but its address, returns.
+    """
+    if x.dtype is not dtype:
         x = x.to(dtype)
-    return x if x.stride(3) == 1 else x.contiguous()
+    return x if x.stride()[3] == 1 else x.contiguous()
 
 
-def call(function: str, layout: Struct, *fields: float) -> None:
+def _describe(x: Tensor) -> str:
+    return f"{[*x.shape]} of {x.dtype} on {x.device}, strides {[*x.stride()]}"
+
+
+def call(function: str, params: bytes) -> None:
     """Call an op with its packed parameter struct.
 
     Raises
@@ -225,7 +284,7 @@ def call(function: str, layout: Struct, *fields: float) -> None:
     """
     library = _kernels.library
     assert library is not None, "takes() was not asked"
-    status = getattr(library, function)(layout.pack(*fields), torch.get_num_threads())
+    status = getattr(library, function)(params, torch.get_num_threads())
     if status:
         message = library.dustin_last_error().decode(errors="replace")
         raise _ERRORS[status](f"{function.removeprefix('dustin_cpu_')}: {message}")
@@ -248,8 +307,10 @@ def read_rows(base: Tensor, row_bytes: int, rows: Tensor | None = None) -> int:
     if _kernels.library is None:
         raise RuntimeError(f"the native kernels are not there: {_kernels.problem}")
     count = base.nbytes // row_bytes if rows is None else len(rows)
-    if rows is not None and len(rows) and int(rows.max()) >= base.nbytes // row_bytes:
-        raise ValueError("rows lie outside of base")
+    if rows is not None and len(rows):
+        first, last = (int(row) for row in rows.aminmax())
+        if rows.dtype != torch.int64 or first < 0 or last >= base.nbytes // row_bytes:
+            raise ValueError("rows must be int64 and lie within base")
     total = ctypes.c_uint64()
     status = _kernels.library.dustin_cpu_read_rows(
         base.data_ptr(), row_bytes, None if rows is None else rows.data_ptr(), count,

@@ -88,17 +88,20 @@ def _cpu(
 ) -> tuple[Tensor, Tensor]:
     if not native.active():
         return reference(target_scores, draft_scores, lengths, budget, lookahead, sink, window)
+    batch = lengths.shape[0]
+    target = draft = (0, 0, 0)
+    if target_scores is not None:
+        target = native.score_fields(target_scores, batch)
+    if draft_scores is not None:
+        draft = native.score_fields(draft_scores, batch)
     indices, counts = _shape(target_scores, draft_scores, lengths, budget, lookahead, sink, window)
-    target, draft = (
-        (0, 0, 0) if scores is None else (scores.data_ptr(), scores.stride(0), scores.shape[1])
-        for scores in (target_scores, draft_scores)
-    )
-    native.call(
-        "dustin_cpu_select_tokens", _PARAMS,
-        target[0], draft[0], lengths.data_ptr(), indices.data_ptr(), counts.data_ptr(),
-        target[1], draft[1], budget,
-        target[2], draft[2], lengths.shape[0], budget, lookahead, sink, window, 0,
+    listed, history, _, stride, _ = native.list_fields(indices, lengths)
+    params = _PARAMS.pack(
+        target[0], draft[0], history, listed, counts.data_ptr(),
+        target[1], draft[1], stride,
+        target[2], draft[2], batch, budget, lookahead, sink, window, 0,
     )  # fmt: skip
+    native.call("dustin_cpu_select_tokens", params)
     return indices, counts
 
 

@@ -17,7 +17,7 @@ from dustin_trt.ops._attend import (
 )
 from dustin_trt.ops._library import define
 from dustin_trt.ops._paging import gather, history, token_rows
-from dustin_trt.ops.dense_attention import FIELDS, prepare
+from dustin_trt.ops.dense_attention import prepare
 
 
 def _implementation(attend: Attend) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -65,20 +65,25 @@ def _implementation(attend: Attend) -> Callable[..., tuple[Tensor, Tensor]]:
 reference = _implementation(attend_reference)
 _torch_cpu = _implementation(attend_cpu)
 
-_PARAMS = Struct(f"@{FIELDS}2Pq2i")
+_LIST = Struct("@2Pq2i")
+"""What `DustinSparseAttentionParams` has behind `DustinDenseAttentionParams`."""
 
 
 def _cpu(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, lengths: Tensor,
     indices: Tensor, counts: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if q.dtype is not k_cache.dtype:  # which neither the kernels nor torch's take
+        return reference(q, k_cache, v_cache, page_table, lengths, indices, counts, scale)
     if not native.takes(k_cache):
         return _torch_cpu(q, k_cache, v_cache, page_table, lengths, indices, counts, scale)
-    out, lse, values = prepare(q, k_cache, v_cache, page_table, lengths, scale)
-    native.call(
-        "dustin_cpu_sparse_attention", _PARAMS, *values,
-        indices.data_ptr(), counts.data_ptr(), indices.stride(0), indices.shape[1], 0,
-    )  # fmt: skip
+    q = native.dense_rows(q, q.dtype)
+    out, lse, params = prepare(q, k_cache, v_cache, page_table, lengths, scale)
+    listed, counted, batch, stride, budget = native.list_fields(indices, counts)
+    if batch != q.shape[0]:
+        raise ValueError(f"indices have {batch} rows, q has {q.shape[0]}")
+    params += _LIST.pack(listed, counted, stride, budget, 0)
+    native.call("dustin_cpu_sparse_attention", params)
     return out, lse
 
 

@@ -62,17 +62,21 @@ def _cpu(
     scale: float,
     scores: Tensor,
 ) -> None:
-    if not native.takes(k_cache):
+    # Queries of another dtype would lose digits on their way into the kernel.
+    if not native.takes(k_cache) or queries.dtype is not k_cache.dtype:
         return reference(queries, kv_heads, k_cache, page_table, lengths, scale, scores)
     queries = native.dense_rows(queries, k_cache.dtype)
+    batch, rows, query_heads, _ = queries.shape
+    if len(kv_heads) != query_heads:
+        raise ValueError(f"queries have {query_heads} heads, kv_heads names {len(kv_heads)}")
     heads = array("i", kv_heads)
-    native.call(
-        "dustin_cpu_srh_score", _PARAMS,
-        *native.cache_fields(k_cache, None, page_table, lengths),
-        *native.rows_fields(queries),
-        heads.buffer_info()[0], scores.data_ptr(), scores.stride(0),
-        scores.shape[1], queries.shape[1], queries.shape[2], scale,
+    cache = native.cache_fields(k_cache, None, page_table, lengths)
+    added, stride, width = native.score_fields(scores, batch)
+    params = _PARAMS.pack(
+        *cache, *native.rows_fields(queries, cache, "queries"),
+        heads.buffer_info()[0], added, stride, width, rows, query_heads, scale,
     )  # fmt: skip
+    native.call("dustin_cpu_srh_score", params)
 
 
 srh_score = define(

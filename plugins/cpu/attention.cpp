@@ -1,6 +1,8 @@
 // dense_attention and sparse_attention: cut into tasks, combine what parts of a row's keys gave.
+#include <algorithm>
+#include <climits>
 #include <cmath>
-#include <memory>
+#include <utility>
 #include <vector>
 
 #include "dispatch.h"
@@ -62,7 +64,7 @@ class Attention {
     results_ = results.take<float>(floats);
     // A thread takes a few tasks in a row, so that it can fetch the next one's first keys in time.
     const int count = static_cast<int>(tasks.size());
-    const int in_a_row = std::max(1, std::min(4, count / (4 * threads)));
+    const int in_a_row = std::max(1, std::min(4, count / 4 / threads));
     parallel_for((count + in_a_row - 1) / in_a_row, threads, [&](int run) {
       const int last = std::min(count, (run + 1) * in_a_row);
       AttendTask task = make(blocks_[tasks[run * in_a_row].first], tasks[run * in_a_row].second);
@@ -85,6 +87,8 @@ class Attention {
     const DustinKvCache& c = p_.cache;
     if (p_.heads <= 0 || p_.heads % c.num_kv_heads != 0)
       refuse(p_.heads, " query heads are no multiple of ", c.num_kv_heads, " KV heads");
+    if (int64_t{p_.rows} * p_.heads > INT_MAX - kRowsATask)
+      refuse(p_.rows, " rows of ", p_.heads, " query heads are more than the kernels count");
     if (c.batch == 0 || p_.rows == 0) return;
     refuse_null(p_.q.data, "q");
     refuse_null(p_.out.data, "out");

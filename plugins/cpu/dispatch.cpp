@@ -1,5 +1,6 @@
 #include "dispatch.h"
 
+#include <climits>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -157,6 +158,7 @@ void check_cache(const DustinKvCache& cache, bool reads_values, int new_tokens, 
   for (int b = 0; b < cache.batch; b++) {
     if (cache.lengths[b] < 0) refuse("lengths[", b, "] is ", cache.lengths[b]);
     const int64_t tokens = int64_t{cache.lengths[b]} + new_tokens;
+    if (tokens > INT_MAX) refuse("row ", b, " has ", tokens, " tokens, at most ", INT_MAX);
     const int64_t pages = (tokens + cache.page_size - 1) / cache.page_size;
     if (pages > cache.max_pages)
       refuse("row ", b, " needs ", pages, " pages for ", tokens, " tokens, its page table has ",

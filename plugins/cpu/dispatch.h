@@ -34,6 +34,8 @@ int32_t guarded(const Body& body) noexcept {
     return report(refused.status, refused.what());
   } catch (const std::bad_alloc&) {
     return report(DUSTIN_OUT_OF_MEMORY, "no memory for the kernels' scratch space");
+  } catch (const std::length_error&) {  // what a vector of absurd size throws
+    return report(DUSTIN_OUT_OF_MEMORY, "no memory can hold arguments of this size");
   }
 }
 

@@ -1,4 +1,6 @@
 // rms_norm, rotate, silu_mul: rows over threads where there are many.
+#include <algorithm>
+
 #include "dispatch.h"
 #include "pool.h"
 

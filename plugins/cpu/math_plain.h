@@ -150,7 +150,7 @@ class PlainMath {
     return Arena::room<float>(dp * mp) + 2 * Arena::room<float>(kMostKeys * dp);
   }
 
-  // Room that take_queries may use for its own purposes: row(r) for r < rows.
+  // Query r lies at row(r), for r < rows; the others, up to mp, are zeros.
   template <class Row>
   void take_queries(int rows, const Row& row) {
     float* block = k_;  // free until the first keys come

@@ -1,7 +1,9 @@
 // srh_score: weights of every chunk of keys, each with the chunk's own maximum; then, with the
 // maximum and the sum over all chunks known, their sum over rows.
 #include <algorithm>
+#include <climits>
 #include <cmath>
+#include <utility>
 #include <vector>
 
 #include "dispatch.h"
@@ -28,6 +30,8 @@ void run(const DustinSrhScoreParams& p, int32_t threads) {
   refuse_below(p.rows, 0, "rows");
   refuse_below(p.query_heads, 0, "query_heads");
   check_cache(c, false, 0, threads);
+  if (int64_t{p.rows} * p.query_heads > INT_MAX)
+    refuse(p.rows, " rows of ", p.query_heads, " query heads are more than the kernels count");
   if (c.batch == 0 || p.rows == 0 || p.query_heads == 0) return;
   refuse_null(p.queries.data, "queries");
   refuse_null(p.kv_heads, "kv_heads");

@@ -1,4 +1,4 @@
-// Eight floats a vector. Included inside an instruction set's namespace.
+// Eight floats a vector.
 #pragma once
 
 #include <immintrin.h>

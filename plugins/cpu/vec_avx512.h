@@ -1,4 +1,4 @@
-// Sixteen floats a vector. Included inside an instruction set's namespace.
+// Sixteen floats a vector.
 #pragma once
 
 #include <immintrin.h>

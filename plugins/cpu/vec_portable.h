@@ -1,5 +1,4 @@
-// Four floats a vector in plain C++, which compilers turn into SSE2 or NEON where they can. Included
-// inside an instruction set's namespace.
+// Four floats a vector in plain C++, which compilers turn into SSE2 or NEON where they can.
 #pragma once
 
 #include <cmath>

@@ -11,7 +11,7 @@
 
 namespace {
 
-constexpr int kBatch = 2, kRows = 3, kBudget = 8, kWidth = 64;
+constexpr int kBatch = 2, kRows = 3, kBudget = 8, kWidth = 64, kDim = 20;
 
 Shape a_shape() {
   Shape shape;
@@ -36,11 +36,18 @@ struct Calls {
   Guarded<int32_t> indices{size_t(kBatch * kBudget)}, counts{size_t(kBatch), kBudget};
   Guarded<int32_t> chosen{size_t(kBatch * kBudget), 7}, chosen_counts{size_t(kBatch), 7};
 
+  Guarded<float> hidden{size_t(kRows * 2 * kDim), 0.5f}, weight{size_t(kDim), 1.0f};
+  Guarded<float> normed{size_t(kRows * kDim), 7.0f}, activated{size_t(kRows * kDim), 7.0f};
+  Guarded<float> angles{size_t(kBatch * kRows * 24), 0.5f};
+
   DustinKvAppendParams kv_append{};
   DustinSrhScoreParams srh_score{};
   DustinSelectTokensParams select_tokens{};
   DustinDenseAttentionParams dense_attention{};
   DustinSparseAttentionParams sparse_attention{};
+  DustinRmsNormParams rms_norm{};
+  DustinRotateParams rotate{};
+  DustinSiluMulParams silu_mul{};
 
   Calls() {
     cache.randomize(random, kRows, 1);
@@ -74,6 +81,10 @@ struct Calls {
     select_tokens.lookahead = 2;
     select_tokens.sink = 1;
     select_tokens.window = 2;
+    rms_norm = {hidden.data(), weight.data(), normed.data(), kRows, kDim, DUSTIN_FLOAT32, 1e-6f, 0};
+    rotate = {q.view(),      angles.data(),  angles.data(),  kBatch, kRows,
+              shape.heads(), shape.head_dim, DUSTIN_FLOAT32, 0};
+    silu_mul = {hidden.data(), activated.data(), kRows, kDim, DUSTIN_FLOAT32};
   }
 
   std::vector<char> everything_written() const {
@@ -81,8 +92,12 @@ struct Calls {
     const auto add = [&](const void* data, size_t bytes) {
       all.insert(all.end(), static_cast<const char*>(data), static_cast<const char*>(data) + bytes);
     };
-    const std::vector<char> outputs = out.elements().copy();
-    add(outputs.data(), outputs.size());
+    for (const Rows* rows : {&out, &q}) {
+      const std::vector<char> elements = rows->elements().copy();
+      add(elements.data(), elements.size());
+    }
+    add(normed.data(), normed.size() * sizeof(float));
+    add(activated.data(), activated.size() * sizeof(float));
     add(lse.data(), lse.size() * sizeof(float));
     add(scores.data(), scores.size() * sizeof(float));
     add(chosen.data(), chosen.size() * sizeof(int32_t));
@@ -106,6 +121,9 @@ const Call kDenseAttention = [](Calls& c) {
 const Call kSparseAttention = [](Calls& c) {
   return dustin_cpu_sparse_attention(&c.sparse_attention, 2);
 };
+const Call kRmsNorm = [](Calls& c) { return dustin_cpu_rms_norm(&c.rms_norm, 2); };
+const Call kRotate = [](Calls& c) { return dustin_cpu_rotate(&c.rotate, 2); };
+const Call kSiluMul = [](Calls& c) { return dustin_cpu_silu_mul(&c.silu_mul, 2); };
 
 void refuses(const std::string& what, const Call& call, const std::function<void(Calls&)>& spoil,
              int32_t status = DUSTIN_INVALID_ARGUMENT) {
@@ -184,6 +202,14 @@ void test_wrong_attention() {
       spoilt("rows", [&](auto& p) { p.rows = size; });
       spoilt("heads", [&](auto& p) { p.heads = size; });
     }
+    spoilt("more tokens than are counted", [](auto& p) {
+      p.cache.page_size = INT_MAX;
+      p.rows = INT_MAX;
+    });
+    spoilt("more query rows than are counted", [](auto& p) {
+      p.cache.page_size = INT_MAX;
+      p.rows = INT_MAX / 2;
+    });
   }
   const auto spoilt = [](const char* what, const std::function<void(Calls&)>& spoil) {
     refuses(std::string("sparse_attention, ") + what, kSparseAttention, spoil);
@@ -247,6 +273,56 @@ void test_wrong_select_tokens() {
   }
 }
 
+void test_wrong_layers() {
+  const auto norm = [](const char* what, const std::function<void(DustinRmsNormParams&)>& spoil,
+                       int32_t status = DUSTIN_INVALID_ARGUMENT) {
+    const auto apply = [&](Calls& c) { spoil(c.rms_norm); };
+    refuses(std::string("rms_norm, ") + what, kRmsNorm, apply, status);
+  };
+  const auto rotate = [](const char* what, const std::function<void(DustinRotateParams&)>& spoil,
+                         int32_t status = DUSTIN_INVALID_ARGUMENT) {
+    const auto apply = [&](Calls& c) { spoil(c.rotate); };
+    refuses(std::string("rotate, ") + what, kRotate, apply, status);
+  };
+  const auto silu = [](const char* what, const std::function<void(DustinSiluMulParams&)>& spoil,
+                       int32_t status = DUSTIN_INVALID_ARGUMENT) {
+    const auto apply = [&](Calls& c) { spoil(c.silu_mul); };
+    refuses(std::string("silu_mul, ") + what, kSiluMul, apply, status);
+  };
+  norm("no input", [](auto& p) { p.x = nullptr; });
+  norm("no weight", [](auto& p) { p.weight = nullptr; });
+  norm("no output", [](auto& p) { p.out = nullptr; });
+  rotate("no heads to turn", [](auto& p) { p.x.data = nullptr; });
+  rotate("no cosines", [](auto& p) { p.cos = nullptr; });
+  rotate("no sines", [](auto& p) { p.sin = nullptr; });
+  silu("no input", [](auto& p) { p.x = nullptr; });
+  silu("no output", [](auto& p) { p.out = nullptr; });
+  for (const int32_t dtype : {-1, 3, INT_MAX}) {
+    norm("dtype", [&](auto& p) { p.dtype = dtype; }, DUSTIN_UNSUPPORTED);
+    rotate("dtype", [&](auto& p) { p.dtype = dtype; }, DUSTIN_UNSUPPORTED);
+    silu("dtype", [&](auto& p) { p.dtype = dtype; }, DUSTIN_UNSUPPORTED);
+  }
+  for (const int32_t size : {0, -1, INT_MIN}) {
+    norm("dim", [&](auto& p) { p.dim = size; });
+    silu("dim", [&](auto& p) { p.dim = size; });
+    rotate("head size", [&](auto& p) { p.head_dim = size; });
+    if (size == 0) continue;  // no rows are no error
+    norm("rows", [&](auto& p) { p.rows = size; });
+    silu("rows", [&](auto& p) { p.rows = size; });
+    rotate("batch", [&](auto& p) { p.batch = size; });
+    rotate("rows", [&](auto& p) { p.rows = size; });
+    rotate("heads", [&](auto& p) { p.heads = size; });
+  }
+  for (const int32_t dim : {23, DUSTIN_MAX_HEAD_DIM + 2})
+    rotate("head size", [&](auto& p) { p.head_dim = dim; });
+  const auto no_threads = [](const char* what, const Call& call) {
+    refuses(std::string(what) + ", no threads", call, [](Calls&) {});
+  };
+  no_threads("rms_norm", [](Calls& c) { return dustin_cpu_rms_norm(&c.rms_norm, 0); });
+  no_threads("rotate", [](Calls& c) { return dustin_cpu_rotate(&c.rotate, 0); });
+  no_threads("silu_mul", [](Calls& c) { return dustin_cpu_silu_mul(&c.silu_mul, 0); });
+}
+
 void test_wrong_read_rows() {
   Guarded<uint64_t> memory(8, uint64_t{1});
   uint64_t sum = 7;
@@ -274,6 +350,9 @@ void test_nothing_at_all() {
   refused("select_tokens", dustin_cpu_select_tokens(nullptr, 1));
   refused("dense_attention", dustin_cpu_dense_attention(nullptr, 1));
   refused("sparse_attention", dustin_cpu_sparse_attention(nullptr, 1));
+  refused("rms_norm", dustin_cpu_rms_norm(nullptr, 1));
+  refused("rotate", dustin_cpu_rotate(nullptr, 1));
+  refused("silu_mul", dustin_cpu_silu_mul(nullptr, 1));
 }
 
 // No row at all is a batch like any other, and nothing is written for it.
@@ -293,6 +372,11 @@ void test_empty_batches() {
   takes("kv_append, no rows", kKvAppend, [](Calls& c) { c.kv_append.rows = 0; });
   takes("srh_score, no rows", kSrhScore, [](Calls& c) { c.srh_score.rows = 0; });
   takes("srh_score, no heads", kSrhScore, [](Calls& c) { c.srh_score.query_heads = 0; });
+  takes("rms_norm, no rows", kRmsNorm, [](Calls& c) { c.rms_norm.rows = 0; });
+  takes("silu_mul, no rows", kSiluMul, [](Calls& c) { c.silu_mul.rows = 0; });
+  takes("rotate, no batch", kRotate, [](Calls& c) { c.rotate.batch = 0; });
+  takes("rotate, no rows", kRotate, [](Calls& c) { c.rotate.rows = 0; });
+  takes("rotate, no heads", kRotate, [](Calls& c) { c.rotate.heads = 0; });
 }
 
 void test_instruction_set_names() {
@@ -313,8 +397,8 @@ void test_errors() {
   test_instruction_set_names();
   for (const std::string& isa : instruction_sets()) {
     dustin_cpu_use_isa(isa.c_str());
-    for (const Call& call :
-         {kKvAppend, kSrhScore, kSelectTokens, kDenseAttention, kSparseAttention}) {
+    for (const Call& call : {kKvAppend, kSrhScore, kSelectTokens, kDenseAttention, kSparseAttention,
+                             kRmsNorm, kRotate, kSiluMul}) {
       Calls calls;  // what the others spoil is right
       Report::get().where = "errors, the call to be spoilt";
       succeeds(call(calls));
@@ -325,6 +409,7 @@ void test_errors() {
     test_wrong_kv_append();
     test_wrong_srh_score();
     test_wrong_select_tokens();
+    test_wrong_layers();
     test_wrong_read_rows();
     test_empty_batches();
   }

@@ -192,6 +192,38 @@ def test_rows_do_not_depend_on_neighbours(implementation, dtype, page_size):
 
 
 @implementations
+@dtypes
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", ["query", "key", "value"])
+def test_what_is_not_finite_comes_through(implementation, dtype, broken, where):
+    """A model that overflows must be noticed; the other rows are not touched by it."""
+    if implementation == "torch":
+        pytest.skip("torch's own kernel has its own ideas")
+    dense, sparse = IMPLEMENTATIONS[implementation]
+    problem = Problem([90, 30], 3, (4, 2), 64, dtype=dtype)
+    cache, chosen = problem.cache, [list(range(0, 90, 4)), [1, 8]]
+    clean = problem.dense(dense), problem.sparse(sparse, chosen)
+    if where == "query":
+        problem.q[0, 1] = broken
+    else:
+        store = cache.k_cache if where == "key" else cache.v_cache
+        store[cache.place(0, 8)] = broken
+    for right, op, reference in (
+        (clean[0], lambda: problem.dense(dense), lambda: problem.dense(dense_reference)),
+        (
+            clean[1],
+            lambda: problem.sparse(sparse, chosen),
+            lambda: problem.sparse(sparse_reference, chosen),
+        ),
+    ):
+        (out, lse), (want, want_lse) = op(), reference()
+        assert torch.equal(out.isfinite(), want.isfinite())
+        assert torch.equal(lse.isnan(), want_lse.isnan())
+        assert torch.equal(out[1], right[0][1])
+        assert torch.equal(lse[1], right[1][1])
+
+
+@implementations
 def test_indices_past_the_count_are_ignored(implementation):
     _, sparse = IMPLEMENTATIONS[implementation]
     problem = Problem([12], 2, (4, 2), 64)
@@ -211,6 +243,30 @@ def test_scale_is_obeyed(implementation):
     for i in range(2):
         torch.testing.assert_close(out[0, i], values[: 4 + i].mean(0).expand(2, -1))
         torch.testing.assert_close(lse[0, i], torch.tensor(4.0 + i).log().expand(2))
+
+
+@implementations
+@pytest.mark.parametrize("w", [1, 20])
+def test_queries_of_any_layout(implementation, w):
+    """Where heads are not contiguous a kernel reads a copy, which must outlive the call."""
+    problem = Problem([30, 9], w, (8, 2), 64)
+    chosen = [_choice(30, 12), _choice(9, 4)]
+    ops = IMPLEMENTATIONS[implementation]
+    dense, sparse = problem.dense(ops[0]), problem.sparse(ops[1], chosen)
+    problem.q = problem.q.transpose(2, 3).contiguous().transpose(2, 3)
+    assert all(map(torch.equal, problem.dense(ops[0]), dense))
+    assert all(map(torch.equal, problem.sparse(ops[1], chosen), sparse))
+
+
+@implementations
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16], ids=str)
+def test_queries_of_another_dtype_lose_nothing(implementation, stored):
+    dense, sparse = IMPLEMENTATIONS[implementation]
+    problem = Problem([12, 3], 2, (4, 2), 64, dtype=stored)
+    problem.q = queries(2, 2, 4, 64)
+    problem.check(problem.dense(dense), [range(12), range(3)], implementation)
+    chosen = [_choice(12, 5), [1]]
+    problem.check(problem.sparse(sparse, chosen), chosen, implementation)
 
 
 @implementations

@@ -80,13 +80,13 @@ class Layer(nn.Module):
         return sparse, lse, dense, scores, indices, counts
 
 
-def _export(dynamic: bool) -> torch.export.ExportedProgram:
+def _export(dynamic: bool, *, strict: bool = False) -> torch.export.ExportedProgram:
     shapes = None
     if dynamic:
         rows = torch.export.Dim("rows", min=2, max=64)
         shapes = {name: None if name.endswith("cache") else {0: rows} for name in _inputs()}
     return torch.export.export(
-        Layer(), tuple(_inputs().values()), dynamic_shapes=shapes, strict=False
+        Layer(), tuple(_inputs().values()), dynamic_shapes=shapes, strict=strict
     )
 
 
@@ -108,6 +108,11 @@ def test_exported_graph_keeps_the_ops_and_their_results(dynamic):
         assert torch.equal(right, result)
     assert torch.equal(eager["k_cache"], exported["k_cache"])
     assert not torch.equal(eager["k_cache"], _inputs()["k_cache"])
+
+
+def test_dynamo_keeps_the_ops():
+    """It traces through what plain tensors take as a shortcut."""
+    assert len(_called(_export(False, strict=True))) == len(ops.__all__)
 
 
 def test_exported_graph_runs_another_batch_size():

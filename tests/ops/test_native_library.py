@@ -1,6 +1,6 @@
 import pytest
 
-from dustin_trt.ops import _native_library
+from dustin_trt.ops import _native_library, native
 from dustin_trt.ops._native_library import VARIABLE, find_library
 
 
@@ -32,3 +32,12 @@ def test_a_variable_that_names_nothing(package, monkeypatch):
     monkeypatch.setenv(VARIABLE, "missing.so")
     with pytest.raises(FileNotFoundError, match=f"{VARIABLE} names missing.so"):
         find_library()
+
+
+def test_torch_in_a_folder_with_spaces(monkeypatch):
+    maps = "7f00-7f01 r-xp 00000000 08:01 42      /a folder/torch/lib/libgomp-a34b.so.1\n"
+    opened = []
+    monkeypatch.setattr(native.Path, "read_text", lambda *_, **__: maps)
+    monkeypatch.setattr(native.ctypes, "CDLL", lambda path: opened.append(path))
+    assert native._openmp_of_torch() is None
+    assert opened == ["/a folder/torch/lib/libgomp-a34b.so.1"]

@@ -98,6 +98,14 @@ def test_two_layers_add_up():
     np.testing.assert_allclose(scores.numpy(), right, rtol=2e-5, atol=1e-6)
 
 
+def test_queries_of_another_dtype_lose_nothing():
+    cache = paged([25], 2, 64, dtype=torch.bfloat16)
+    q = queries(1, 2, 2, 64)
+    scores = _score(q, [0, 1], cache, [25], torch.zeros(1, 25))
+    right = _naive(q, [0, 1], cache, [25], 25)
+    np.testing.assert_allclose(scores.numpy(), right, rtol=2e-5, atol=1e-6)
+
+
 def test_order_of_heads_does_not_matter():
     cache = paged([25], 4, 64)
     q = queries(1, 1, 4, 64)
@@ -112,6 +120,26 @@ def test_stays_finite_for_huge_logits():
     scores = _score(1e4 * queries(1, 1, 1, 64), [0], cache, [6], torch.zeros(1, 6))
     assert torch.isfinite(scores).all()
     torch.testing.assert_close(scores.sum(), torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_what_is_not_finite_comes_through(broken):
+    cache = paged([1500, 20], 1, 64)
+    q = queries(2, 1, 1, 64)
+    clean = _score(q, [0], cache, [1500, 20], torch.zeros(2, 1500))
+    cache.k_cache[cache.place(0, 3)] = broken
+    scores = _score(q, [0], cache, [1500, 20], torch.zeros(2, 1500))
+    assert scores[0].isnan().all()
+    assert torch.equal(scores[1], clean[1])
+
+
+def test_more_weights_than_are_kept_at_once():
+    lengths = [1 + b % 7 for b in range(70)]
+    cache = paged(lengths, 1, 16)
+    q = queries(70, 8, 8, 16)
+    scores = _score(q, [0] * 8, cache, lengths, torch.zeros(70, 7))
+    right = _naive(q, [0] * 8, cache, lengths, 7)
+    np.testing.assert_allclose(scores.numpy(), right, rtol=2e-5, atol=1e-6)
 
 
 def test_rows_do_not_see_each_other():
