@@ -18,7 +18,8 @@ from dustin_trt.evaluation.passkey import PassKeyPrompt, passkey_prompts
 from dustin_trt.evaluation.reading_map import draw_reading_map
 from dustin_trt.evaluation.side_by_side import (
     PARTS,
-    first_difference,
+    decoding_figures,
+    describe_difference,
     full_batch,
     prefill_once,
 )
@@ -208,11 +209,7 @@ def _row(
     method: Method, methods: list[Method], llm: LLM, keys: dict[int, PassKeyPrompt]
 ) -> dict[str, Any]:
     """One method's figures: medians over rounds for times, the first round for the rest."""
-    full = methods[1].outputs  # classic: full verification
-    stats = [o.stats for o in method.outputs]
-    steps = sum(s.steps for s in stats)
-    drafted = sum(s.drafted for s in stats)
-    known = [s.coverage for s in stats if s.coverage is not None]
+    classic = methods[1].outputs  # full verification
     rates = [full_batch(m).tokens_per_second or 0.0 for m in method.rounds]
     plain = [full_batch(m).tokens_per_second or 1.0 for m in methods[0].rounds]
     return {
@@ -220,15 +217,7 @@ def _row(
         "tokens_per_second": statistics.median(rates),
         "tokens_per_second_by_round": rates,
         "speedup_over_plain": statistics.median(a / b for a, b in zip(rates, plain, strict=True)),
-        "tau": sum(s.step_tokens for s in stats) / steps,
-        "acceptance_rate": sum(s.accepted for s in stats) / drafted if drafted else None,
-        "kv_read_share": sum(s.history_read for s in stats) / sum(s.history for s in stats),
-        "scoring_share": method.llm.scoring_share,
-        "coverage": statistics.mean(known) if known else None,
-        "first_difference": [
-            first_difference(o.token_ids, f.token_ids)
-            for o, f in zip(method.outputs, full, strict=True)
-        ],
+        **decoding_figures(method.llm, method.outputs, classic),
         "pass_keys_found": sum(
             key.found_in(_shown(llm, method.outputs[i])) for i, key in keys.items()
         ),
@@ -267,7 +256,7 @@ def _table(rows: list[dict[str, Any]], prompts: int, new_tokens: int) -> Table:
         "KV read": lambda row: _percent(row["kv_read_share"]),
         "scoring": lambda row: _percent(row["scoring_share"] or None),
         "coverage": lambda row: _percent(row["coverage"]),
-        "differs from": lambda row: _difference(row["first_difference"]),
+        "differs from": lambda row: describe_difference(row["first_difference"]),
         "keys found": lambda row: f"{row['pass_keys_found']} of {row['pass_keys']}",
     }
     for name, cell in lines.items():
@@ -282,11 +271,3 @@ def _table(rows: list[dict[str, Any]], prompts: int, new_tokens: int) -> Table:
 
 def _percent(share: float | None) -> str:
     return "–" if share is None else f"{share:.1%}"
-
-
-def _difference(first: list[int | None]) -> str:
-    """For example "none" or "7 (3 of 6)"."""
-    differing = [at for at in first if at is not None]
-    if not differing:
-        return "none"
-    return f"{min(differing)} ({len(differing)} of {len(first)})"

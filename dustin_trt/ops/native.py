@@ -45,9 +45,13 @@ class _Kernels:
         self.isas: tuple[str, ...] = ()
         self.isa = REFERENCE
         self.pool: str | None = None
-        self.problem: str | None = None
         self.takes: dict[torch.dtype, int] = {}
-        self.problem = self._load()
+        self.failure = self._load()
+
+    @property
+    def problem(self) -> str | None:
+        """Why torch does the work."""
+        return "DUSTIN_CPU_ISA=reference" if self.library and not self.takes else self.failure
 
     def use(self, isa: str) -> None:
         if isa != REFERENCE:
@@ -60,7 +64,6 @@ class _Kernels:
             self.library.dustin_cpu_use_isa(isa.encode())
         self.isa = isa
         self.takes = {} if isa == REFERENCE else DTYPES
-        self.problem = "DUSTIN_CPU_ISA=reference" if isa == REFERENCE else None
 
     def _load(self) -> str | None:
         if self.path is None:
@@ -91,7 +94,7 @@ class _Kernels:
             self.pool = pool._name
             library.dustin_cpu_use_pool(ctypes.cast(pool.GOMP_parallel, ctypes.c_void_p))
         self.use(os.environ.get("DUSTIN_CPU_ISA") or self.isas[0])
-        return self.problem
+        return None
 
 
 _OPS = (
@@ -165,13 +168,12 @@ def using(isa: str) -> Iterator[None]:
     ValueError
         One that `isas` does not name.
     """
-    before = _kernels.isa, _kernels.problem
+    before = _kernels.isa
     _kernels.use(isa)
     try:
         yield
     finally:
-        _kernels.use(before[0])
-        _kernels.problem = before[1]
+        _kernels.use(before)
 
 
 def active() -> bool:

@@ -136,10 +136,7 @@ int32_t report(DustinStatus status, const char* message) noexcept {
 }
 
 void check_cache(const DustinKvCache& cache, bool reads_values, int new_tokens, int32_t threads) {
-  refuse_below(threads, 1, "threads");
-  if (cache.dtype < DUSTIN_FLOAT32 || cache.dtype > DUSTIN_BFLOAT16)
-    throw Refused(DUSTIN_UNSUPPORTED, "dtype " + std::to_string(cache.dtype) +
-                                          " is none of float32 (0), float16 (1), bfloat16 (2)");
+  check_call(cache.dtype, threads);
   refuse_below(cache.batch, 0, "batch");
   refuse_below(cache.num_pages, 1, "num_pages");
   refuse_below(cache.num_kv_heads, 1, "num_kv_heads");
@@ -147,9 +144,8 @@ void check_cache(const DustinKvCache& cache, bool reads_values, int new_tokens, 
   refuse_below(cache.max_pages, 1, "max_pages");
   refuse_below(cache.head_dim, 1, "head_dim");
   if (cache.head_dim > DUSTIN_MAX_HEAD_DIM)
-    throw Refused(DUSTIN_UNSUPPORTED, "head_dim is " + std::to_string(cache.head_dim) +
-                                          ", at most " + std::to_string(DUSTIN_MAX_HEAD_DIM) +
-                                          " is supported");
+    refuse<DUSTIN_UNSUPPORTED>("head_dim is ", cache.head_dim, ", at most ", DUSTIN_MAX_HEAD_DIM,
+                               " is supported");
   if (cache.batch == 0) return;
   refuse_null(cache.k, "k cache");
   if (reads_values) refuse_null(cache.v, "v cache");
@@ -192,9 +188,7 @@ int32_t dustin_cpu_use_isa(const char* name) {
   return dustin::guarded([&] {
     dustin::refuse_null(name, "name");
     const dustin::Isa* found = dustin::Choice::find(name);
-    if (!found)
-      throw dustin::Refused(DUSTIN_UNSUPPORTED,
-                            std::string(name) + " is not among " + dustin::choice().names);
+    if (!found) dustin::refuse<DUSTIN_UNSUPPORTED>(name, " is not among ", dustin::choice().names);
     dustin::choice().used = found;
   });
 }

@@ -41,11 +41,11 @@ int32_t guarded(const Body& body) noexcept {
 
 // Refuses an argument; `parts` make up the message. Called only where something is wrong: a message
 // costs more than a check.
-template <class... Parts>
+template <DustinStatus kStatus = DUSTIN_INVALID_ARGUMENT, class... Parts>
 [[noreturn]] void refuse(const Parts&... parts) {
   std::ostringstream message;
   (message << ... << parts);
-  throw Refused(DUSTIN_INVALID_ARGUMENT, message.str());
+  throw Refused(kStatus, message.str());
 }
 
 inline void refuse_null(const void* p, const char* name) {
@@ -56,6 +56,14 @@ inline void refuse_below(int64_t value, int64_t least, const char* name) {
   if (value < least) refuse(name, " is ", value, ", must be at least ", least);
 }
 
+// What every call has.
+inline void check_call(int32_t dtype, int32_t threads) {
+  refuse_below(threads, 1, "threads");
+  if (dtype < DUSTIN_FLOAT32 || dtype > DUSTIN_BFLOAT16)
+    refuse<DUSTIN_UNSUPPORTED>("dtype ", dtype,
+                               " is none of float32 (0), float16 (1), bfloat16 (2)");
+}
+
 // Shapes, pointers, lengths, and the pages of each row's first lengths[b] + new_tokens tokens.
 void check_cache(const DustinKvCache& cache, bool reads_values, int new_tokens, int32_t threads);
 
@@ -64,6 +72,9 @@ inline int64_t element_size(int32_t dtype) { return dtype == DUSTIN_FLOAT32 ? 4 
 
 inline void* advance(void* base, int64_t elements, int32_t dtype) {
   return static_cast<char*>(base) + elements * element_size(dtype);
+}
+inline const void* advance(const void* base, int64_t elements, int32_t dtype) {
+  return static_cast<const char*>(base) + elements * element_size(dtype);
 }
 
 // The tokens of batch row b and KV head h.

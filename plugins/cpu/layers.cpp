@@ -7,15 +7,15 @@
 namespace dustin {
 namespace {
 
-void check_dtype(int32_t dtype, int32_t threads) {
-  refuse_below(threads, 1, "threads");
-  if (dtype < DUSTIN_FLOAT32 || dtype > DUSTIN_BFLOAT16)
-    throw Refused(DUSTIN_UNSUPPORTED, "dtype " + std::to_string(dtype) +
-                                          " is none of float32 (0), float16 (1), bfloat16 (2)");
-}
-
-const void* advance_input(const void* base, int64_t elements, int32_t dtype) {
-  return static_cast<const char*>(base) + elements * element_size(dtype);
+// Rows in, rows out: rms_norm and silu_mul.
+template <class Params>
+void check_rows(const Params& p, int32_t threads) {
+  check_call(p.dtype, threads);
+  refuse_below(p.rows, 0, "rows");
+  refuse_below(p.dim, 1, "dim");
+  if (p.rows == 0) return;
+  refuse_null(p.x, "x");
+  refuse_null(p.out, "out");
 }
 
 // Calls body(row) for all rows of `row_elements` each; a decoding step's few stay on this thread,
@@ -41,16 +41,12 @@ int32_t dustin_cpu_rms_norm(const DustinRmsNormParams* params, int32_t threads) 
   return guarded([&] {
     refuse_null(params, "params");
     const DustinRmsNormParams& p = *params;
-    check_dtype(p.dtype, threads);
-    refuse_below(p.rows, 0, "rows");
-    refuse_below(p.dim, 1, "dim");
+    check_rows(p, threads);
     if (p.rows == 0) return;
-    refuse_null(p.x, "x");
     refuse_null(p.weight, "weight");
-    refuse_null(p.out, "out");
     const auto norm = isa().rms_norm[p.dtype];
     each_row(p.rows, p.dim, threads, [&](int64_t r) {
-      norm(advance_input(p.x, r * p.dim, p.dtype), p.weight, p.eps, p.dim,
+      norm(advance(p.x, r * p.dim, p.dtype), p.weight, p.eps, p.dim,
            advance(p.out, r * p.dim, p.dtype));
     });
   });
@@ -61,7 +57,7 @@ int32_t dustin_cpu_rotate(const DustinRotateParams* params, int32_t threads) {
   return guarded([&] {
     refuse_null(params, "params");
     const DustinRotateParams& p = *params;
-    check_dtype(p.dtype, threads);
+    check_call(p.dtype, threads);
     refuse_below(p.batch, 0, "batch");
     refuse_below(p.rows, 0, "rows");
     refuse_below(p.heads, 0, "heads");
@@ -78,8 +74,8 @@ int32_t dustin_cpu_rotate(const DustinRotateParams* params, int32_t threads) {
       const int64_t place = r / p.rows * p.x.batch_stride + r % p.rows * p.x.row_stride;
       for (int h = 0; h < p.heads; h++)
         rotate(advance(p.x.data, place + h * p.x.head_stride, p.dtype),
-               advance_input(p.cos, r * p.head_dim, p.dtype),
-               advance_input(p.sin, r * p.head_dim, p.dtype), p.head_dim);
+               advance(p.cos, r * p.head_dim, p.dtype), advance(p.sin, r * p.head_dim, p.dtype),
+               p.head_dim);
     });
   });
 }
@@ -89,16 +85,11 @@ int32_t dustin_cpu_silu_mul(const DustinSiluMulParams* params, int32_t threads) 
   return guarded([&] {
     refuse_null(params, "params");
     const DustinSiluMulParams& p = *params;
-    check_dtype(p.dtype, threads);
-    refuse_below(p.rows, 0, "rows");
-    refuse_below(p.dim, 1, "dim");
+    check_rows(p, threads);
     if (p.rows == 0) return;
-    refuse_null(p.x, "x");
-    refuse_null(p.out, "out");
     const auto silu_mul = isa().silu_mul[p.dtype];
     each_row(p.rows, p.dim, threads, [&](int64_t r) {
-      silu_mul(advance_input(p.x, 2 * r * p.dim, p.dtype), p.dim,
-               advance(p.out, r * p.dim, p.dtype));
+      silu_mul(advance(p.x, 2 * r * p.dim, p.dtype), p.dim, advance(p.out, r * p.dim, p.dtype));
     });
   });
 }

@@ -18,7 +18,6 @@ class PairOperands {
         dim_(dim),
         dp_(round_up(dim, kLanes)),
         kp_(round_up(dim, kKeyPad)),
-        block_(block),
         q_(arena.take<float>(static_cast<size_t>(kp_ / 2) * mp)),
         k_(arena.take<Bfloat16>(static_cast<size_t>(block) * kp_)),
         v_(arena.take<float>(static_cast<size_t>(block / 2) * dp_)),
@@ -83,7 +82,7 @@ class PairOperands {
       }
   }
 
-  const int mp_, dim_, dp_, kp_, block_;
+  const int mp_, dim_, dp_, kp_;
   float* const q_;     // pairs [kp / 2, mp]
   Bfloat16* const k_;  // [block, kp], zeros from dim on
   float* const v_;     // pairs [block / 2, dp]
@@ -109,47 +108,12 @@ class PairOperands {
   }
 };
 
-inline __m512 dot_pairs(__m512 sum, __m512 a, __m512 b) {
-  return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_castps_si512(a), (__m512bh)_mm512_castps_si512(b));
-}
-
-// As dots() of math_plain.h, on pairs.
-template <int NV, int NK>
-inline void dots_pairs(const float* q, int mp, const float* k, int kw, int words, float* s) {
-  __m512 acc[NK][NV];
-  for (int i = 0; i < NK; i++)
-    for (int v = 0; v < NV; v++) acc[i][v] = _mm512_setzero_ps();
-  for (int c = 0; c < words; c++) {
-    __m512 x[NV];
-    for (int v = 0; v < NV; v++) x[v] = _mm512_loadu_ps(q + c * mp + v * kLanes);
-    for (int i = 0; i < NK; i++) {
-      const __m512 y = _mm512_set1_ps(k[i * kw + c]);
-      for (int v = 0; v < NV; v++) acc[i][v] = dot_pairs(acc[i][v], y, x[v]);
-    }
+struct Pairs {
+  static Vec madd(Vec a, Vec b, Vec sum) {
+    return {_mm512_dpbf16_ps(sum.v, (__m512bh)_mm512_castps_si512(a.v),
+                             (__m512bh)_mm512_castps_si512(b.v))};
   }
-  for (int i = 0; i < NK; i++)
-    for (int v = 0; v < NV; v++) _mm512_storeu_ps(s + i * mp + v * kLanes, acc[i][v]);
-}
-
-// As accumulate() of math_plain.h, on pairs.
-template <int R, int C>
-inline void accumulate_pairs(const float* p, int mp, const float* v, int dp, int pairs,
-                             const float* alpha, float* o) {
-  __m512 acc[R][C];
-  for (int i = 0; i < R; i++)
-    for (int c = 0; c < C; c++)
-      acc[i][c] = _mm512_mul_ps(_mm512_loadu_ps(o + i * dp + c * kLanes), _mm512_set1_ps(alpha[i]));
-  for (int j = 0; j < pairs; j++) {
-    __m512 x[C];
-    for (int c = 0; c < C; c++) x[c] = _mm512_loadu_ps(v + j * dp + c * kLanes);
-    for (int i = 0; i < R; i++) {
-      const __m512 w = _mm512_set1_ps(p[j * mp + i]);
-      for (int c = 0; c < C; c++) acc[i][c] = dot_pairs(acc[i][c], w, x[c]);
-    }
-  }
-  for (int i = 0; i < R; i++)
-    for (int c = 0; c < C; c++) _mm512_storeu_ps(o + i * dp + c * kLanes, acc[i][c]);
-}
+};
 
 // AVX512_BF16: two products an instruction and lane.
 class PairMath : public PairOperands {
@@ -165,15 +129,8 @@ class PairMath : public PairOperands {
   bool view_keys(const void*, int64_t, int) { return false; }
 
   void logits(int keys, float* s, Ahead& ahead) const {
-    for (int j = 0; j < keys; j += 8) {
-      ahead.step((keys + 7) / 8);
-      const float* k = reinterpret_cast<const float*>(k_) + j * (kp_ / 2);
-      float* d = s + j * mp_;
-      int r = 0;
-      for (; r + 3 * kLanes <= mp_; r += 3 * kLanes) eight_keys<3, 4>(k, r, d);
-      if (r + 2 * kLanes <= mp_) eight_keys<2, 4>(k, r, d), r += 2 * kLanes;
-      if (r < mp_) eight_keys<1, 8>(k, r, d);
-    }
+    const float* k = reinterpret_cast<const float*>(k_);
+    all_dots<Pairs>(q_, mp_, k, kp_ / 2, kp_ / 2, keys, s, ahead);
   }
 
   template <class Value>
@@ -182,43 +139,7 @@ class PairMath : public PairOperands {
     const int padded = round_up(keys, 2);
     stage_values(keys, padded, value);
     stage_weights(keys, padded, p);
-    constexpr int R = 6;
-    int r = 0;
-    for (; r + R <= rows; r += R) {
-      ahead.step(rows / R);
-      row_group<R>(padded / 2, r, alpha, o);
-    }
-    switch (rows - r) {
-      case 5:
-        return row_group<5>(padded / 2, r, alpha, o);
-      case 4:
-        return row_group<4>(padded / 2, r, alpha, o);
-      case 3:
-        return row_group<3>(padded / 2, r, alpha, o);
-      case 2:
-        return row_group<2>(padded / 2, r, alpha, o);
-      case 1:
-        return row_group<1>(padded / 2, r, alpha, o);
-      default:
-        return;
-    }
-  }
-
- private:
-  template <int NV, int NK>
-  void eight_keys(const float* k, int r, float* s) const {
-    const int words = kp_ / 2;
-    for (int j = 0; j < 8; j += NK)
-      dots_pairs<NV, NK>(q_ + r, mp_, k + j * words, words, words, s + j * mp_ + r);
-  }
-
-  template <int R>
-  void row_group(int pairs, int r, const float* alpha, float* o) const {
-    int c = 0;
-    for (; c + 4 * kLanes <= dp_; c += 4 * kLanes)
-      accumulate_pairs<R, 4>(p_ + r, mp_, v_ + c, dp_, pairs, alpha + r, o + r * dp_ + c);
-    for (; c < dp_; c += kLanes)
-      accumulate_pairs<R, 1>(p_ + r, mp_, v_ + c, dp_, pairs, alpha + r, o + r * dp_ + c);
+    accumulate_all<Pairs>(rows, p_, mp_, v_, dp_, padded / 2, alpha, o, ahead);
   }
 };
 

@@ -92,28 +92,60 @@ class Ahead {
   int left_ = 0, share_ = 0, due_ = 0;  // lines
 };
 
+// How a step multiplies and adds: fp32 numbers here, bfloat16 pairs in math_bf16.h. The loops around
+// it are inlined always: called with every size in a register they were up to 5 % slower.
+struct Singles {
+  static Vec madd(Vec a, Vec b, Vec sum) { return fma(a, b, sum); }
+};
+
 // s[key * mp + row] = k[key] . q[row] for NK keys and NV vectors of rows.
-template <int NV, int NK>
-inline void dots(const float* qt, int mp, const float* k, int dp, int dim, float* s) {
+template <class Product, int NV, int NK>
+[[gnu::always_inline]] inline void dots(const float* q, int mp, const float* k, int k_stride,
+                                        int words, float* s) {
   Vec acc[NK][NV];
   for (int i = 0; i < NK; i++)
     for (int v = 0; v < NV; v++) acc[i][v] = zero();
-  for (int c = 0; c < dim; c++) {
-    Vec q[NV];
-    for (int v = 0; v < NV; v++) q[v] = load(qt + c * mp + v * kLanes);
+  for (int c = 0; c < words; c++) {
+    Vec x[NV];
+    for (int v = 0; v < NV; v++) x[v] = load(q + c * mp + v * kLanes);
     for (int i = 0; i < NK; i++) {
-      const Vec x = splat(k[i * dp + c]);
-      for (int v = 0; v < NV; v++) acc[i][v] = fma(x, q[v], acc[i][v]);
+      const Vec y = splat(k[i * k_stride + c]);
+      for (int v = 0; v < NV; v++) acc[i][v] = Product::madd(y, x[v], acc[i][v]);
     }
   }
   for (int i = 0; i < NK; i++)
     for (int v = 0; v < NV; v++) store(s + i * mp + v * kLanes, acc[i][v]);
 }
 
+template <class Product, int NV, int NK>
+[[gnu::always_inline]] inline void eight_dots(const float* q, int mp, const float* k, int k_stride,
+                                              int words, float* s) {
+  for (int j = 0; j < 8; j += NK)
+    dots<Product, NV, NK>(q, mp, k + j * k_stride, k_stride, words, s + j * mp);
+}
+
+// s[j * mp + r] for all keys and rows, and nonsense in what rounds `keys` up to a multiple of 8.
+// Fetches what comes next as it goes.
+template <class Product>
+inline void all_dots(const float* q, int mp, const float* k, int k_stride, int words, int keys,
+                     float* s, Ahead& ahead) {
+  for (int j = 0; j < keys; j += 8, k += 8 * k_stride, s += 8 * mp) {
+    ahead.step((keys + 7) / 8);
+    int r = 0;
+    for (; r + 3 * kLanes <= mp; r += 3 * kLanes)
+      eight_dots<Product, 3, 4>(q + r, mp, k, k_stride, words, s + r);
+    if (r + 2 * kLanes <= mp) {
+      eight_dots<Product, 2, 4>(q + r, mp, k, k_stride, words, s + r);
+      r += 2 * kLanes;
+    }
+    if (r < mp) eight_dots<Product, 1, 8>(q + r, mp, k, k_stride, words, s + r);
+  }
+}
+
 // Rows i of o = o * alpha[i] + sum over keys j of p[j * mp + i] * v[j], R rows by C vectors.
-template <int R, int C>
-inline void accumulate(const float* p, int mp, const float* v, int dp, int keys, const float* alpha,
-                       float* o) {
+template <class Product, int R, int C>
+[[gnu::always_inline]] inline void accumulate(const float* p, int mp, const float* v, int dp,
+                                              int keys, const float* alpha, float* o) {
   Vec acc[R][C];
   for (int i = 0; i < R; i++)
     for (int c = 0; c < C; c++) acc[i][c] = load(o + i * dp + c * kLanes) * splat(alpha[i]);
@@ -122,11 +154,38 @@ inline void accumulate(const float* p, int mp, const float* v, int dp, int keys,
     for (int c = 0; c < C; c++) x[c] = load(v + j * dp + c * kLanes);
     for (int i = 0; i < R; i++) {
       const Vec w = splat(p[j * mp + i]);
-      for (int c = 0; c < C; c++) acc[i][c] = fma(w, x[c], acc[i][c]);
+      for (int c = 0; c < C; c++) acc[i][c] = Product::madd(w, x[c], acc[i][c]);
     }
   }
   for (int i = 0; i < R; i++)
     for (int c = 0; c < C; c++) store(o + i * dp + c * kLanes, acc[i][c]);
+}
+
+// R rows over the whole head; fewer where `rows` says so.
+template <class Product, int R>
+inline void accumulate_rows(int rows, const float* p, int mp, const float* v, int dp, int keys,
+                            const float* alpha, float* o) {
+  if (rows == R) {
+    constexpr int C = kLanes == 16 ? 4 : 2;
+    int c = 0;
+    for (; c + C * kLanes <= dp; c += C * kLanes)
+      accumulate<Product, R, C>(p, mp, v + c, dp, keys, alpha, o + c);
+    for (; c < dp; c += kLanes) accumulate<Product, R, 1>(p, mp, v + c, dp, keys, alpha, o + c);
+  } else if constexpr (R > 1) {
+    accumulate_rows<Product, R - 1>(rows, p, mp, v, dp, keys, alpha, o);
+  }
+}
+
+// The same for all rows. Fetches what comes next as it goes.
+template <class Product>
+inline void accumulate_all(int rows, const float* p, int mp, const float* v, int dp, int keys,
+                           const float* alpha, float* o, Ahead& ahead) {
+  constexpr int R = 6;
+  for (int r = 0; r < rows; r += R) {
+    if (r + R <= rows) ahead.step(rows / R);
+    accumulate_rows<Product, R>(std::min(R, rows - r), p + r, mp, v, dp, keys, alpha + r,
+                                o + r * dp);
+  }
 }
 
 template <class T>
@@ -172,18 +231,9 @@ class PlainMath {
   // These products need the keys staged; TileMath's do not.
   bool view_keys(const void*, int64_t, int) { return false; }
 
-  // s[j * mp + r], and nonsense in what rounds `keys` up to a multiple of 8. Fetches
-  // what comes next as it goes.
+  // The logits s[j * mp + r]; see all_dots.
   void logits(int keys, float* s, Ahead& ahead) const {
-    for (int j = 0; j < keys; j += 8) {
-      ahead.step((keys + 7) / 8);
-      const float* k = k_ + j * dp_;
-      float* d = s + j * mp_;
-      int r = 0;
-      for (; r + 3 * kLanes <= mp_; r += 3 * kLanes) eight_keys<3, 4>(k, r, d);
-      if (r + 2 * kLanes <= mp_) eight_keys<2, 4>(k, r, d), r += 2 * kLanes;
-      if (r < mp_) eight_keys<1, 8>(k, r, d);
-    }
+    all_dots<Singles>(qt_, mp_, k_, dp_, dim_, keys, s, ahead);
   }
 
   // o = o * alpha + p v; p[j * mp + r] are the weights that took the logits' place, value(j) is
@@ -192,44 +242,10 @@ class PlainMath {
   void add_values(int keys, int rows, const Value& value, const float* p, const float* alpha,
                   float* o, Ahead& ahead) const {
     for (int j = 0; j < keys; j++) load_row(static_cast<const T*>(value(j)), dim_, v_ + j * dp_);
-    constexpr int R = 6, C = kLanes == 16 ? 4 : 2;
-    int r = 0;
-    for (; r + R <= rows; r += R) {
-      ahead.step(rows / R);
-      row_group<R, C>(keys, r, p, alpha, o);
-    }
-    switch (rows - r) {
-      case 5:
-        return row_group<5, C>(keys, r, p, alpha, o);
-      case 4:
-        return row_group<4, C>(keys, r, p, alpha, o);
-      case 3:
-        return row_group<3, C>(keys, r, p, alpha, o);
-      case 2:
-        return row_group<2, C>(keys, r, p, alpha, o);
-      case 1:
-        return row_group<1, C>(keys, r, p, alpha, o);
-      default:
-        return;
-    }
+    accumulate_all<Singles>(rows, p, mp_, v_, dp_, keys, alpha, o, ahead);
   }
 
  private:
-  template <int NV, int NK>
-  void eight_keys(const float* k, int r, float* s) const {
-    for (int j = 0; j < 8; j += NK)
-      dots<NV, NK>(qt_ + r, mp_, k + j * dp_, dp_, dim_, s + j * mp_ + r);
-  }
-
-  template <int R, int C>
-  void row_group(int keys, int r, const float* p, const float* alpha, float* o) const {
-    int c = 0;
-    for (; c + C * kLanes <= dp_; c += C * kLanes)
-      accumulate<R, C>(p + r, mp_, v_ + c, dp_, keys, alpha + r, o + r * dp_ + c);
-    for (; c < dp_; c += kLanes)
-      accumulate<R, 1>(p + r, mp_, v_ + c, dp_, keys, alpha + r, o + r * dp_ + c);
-  }
-
   const int mp_, dim_, dp_;  // padded rows, head size, padded head size
   float* const qt_;          // [dp, mp]
   float* const k_;           // [kMostKeys, dp]

@@ -1,4 +1,4 @@
-from dustin_trt.evaluation.side_by_side import first_difference, full_batch
+from dustin_trt.evaluation.side_by_side import describe_difference, first_difference, full_batch
 from dustin_trt.runtime.stats import RunStats
 
 
@@ -13,3 +13,8 @@ def test_full_batch_steps_are_counted_alone():
 def test_the_first_difference_is_found():
     assert first_difference([1, 2, 3], [1, 2, 3]) is None
     assert first_difference([1, 2, 3], [1, 5, 4]) == 1
+
+
+def test_differences_are_told_briefly():
+    assert describe_difference([None, None]) == "none"
+    assert describe_difference([9, None, 7]) == "7 (2 of 3)"

@@ -19,7 +19,8 @@ from dustin_trt.evaluation.bench.subject import DecodeSettings, Subject, load_su
 from dustin_trt.evaluation.bench.timing import Spread
 from dustin_trt.evaluation.side_by_side import (
     PARTS,
-    first_difference,
+    decoding_figures,
+    describe_difference,
     full_batch,
     prefill_once,
     progress_bar,
@@ -166,8 +167,6 @@ def _row(
     """One method's figures: medians over the rounds for times, the last round for the rest."""
     stats = [output.stats for output in method.outputs]
     steps = sum(s.steps for s in stats)
-    drafted = sum(s.drafted for s in stats)
-    known = [s.coverage for s in stats if s.coverage is not None]
     milliseconds = {
         part: [1000 * step.seconds[part] / step.steps for step in method.steps] for part in PARTS
     }
@@ -187,15 +186,7 @@ def _row(
         "tokens_per_second_range": [min(method.rates), max(method.rates)],
         "speedup": _speedup(method, baseline),
         "speedup_over": {other.name: _speedup(method, other) for other in methods},
-        "tau": sum(s.step_tokens for s in stats) / steps,
-        "acceptance_rate": sum(s.accepted for s in stats) / drafted if drafted else None,
-        "kv_read_share": sum(s.history_read for s in stats) / sum(s.history for s in stats),
-        "scoring_share": method.llm.scoring_share,
-        "coverage": statistics.mean(known) if known else None,
-        "first_difference": [
-            first_difference(output.token_ids, other.token_ids)
-            for output, other in zip(method.outputs, baseline.outputs, strict=True)
-        ],
+        **decoding_figures(method.llm, method.outputs, baseline.outputs),
         "median_ms": {part: statistics.median(values) for part, values in milliseconds.items()},
         "range_ms": {part: [min(values), max(values)] for part, values in milliseconds.items()},
         "read_mb": {part: size / 1e6 for part, size in read.items()},
@@ -272,10 +263,7 @@ def _difference_note(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         if row["is_baseline"]:
             continue
-        differing = [at for at in row["first_difference"] if at is not None]
-        total = len(row["first_difference"])
-        where = f"{min(differing)} ({len(differing)} of {total})" if differing else "none"
-        parts.append(f"{row['method']}: {where}")
+        parts.append(f"{row['method']}: {describe_difference(row['first_difference'])}")
     return (
         "First new token that differs from the baseline's, and in how many rows: "
         f"{'; '.join(parts)}. Dustin is lossy; the others differ by rounding only."
