@@ -78,9 +78,15 @@ class DustinConfig(BaseModel):
     join : how the two signals meet: "split" (top-m of the lookahead, then fill: the paper) or
         "sum" (a weighted sum of the normalised scores)
     lookahead_weight : weight of the lookahead in the sum
+    guard : coverage below which a row is verified densely for that step, calibrated for these heads
+        and this budget; None or 0 never, 1 whenever a row is not read whole
+    draft_window : history tokens that a draft model itself reads, on which acceptance and lookahead
+        depend; 0 means all
     calibrated : False for a default that nobody searched for
     arr : windowed attention recovery rate reached in calibration
     target, draft : shapes of the models it was made for, checked at load
+    target_weights, draft_weights : fingerprints of their weights by part (`fingerprint`), checked
+        at load where the model comes from a folder
     tokenizer : fingerprint of their tokenizer, checked at load
     provenance : how it was made (texts, lengths, seed, versions)
     """
@@ -97,10 +103,14 @@ class DustinConfig(BaseModel):
     gamma: int = Field(default=4, ge=1)
     join: Literal["split", "sum"] = "split"
     lookahead_weight: float = Field(default=0.5, ge=0, le=1)
+    guard: float | None = Field(default=None, ge=0, le=1)
+    draft_window: int = Field(default=512, ge=0)
     calibrated: bool = True
     arr: float | None = Field(default=None, ge=0, le=1)
     target: dict[str, Any] | None = None
     draft: dict[str, Any] | None = None
+    target_weights: dict[str, str] | None = None
+    draft_weights: dict[str, str] | None = None
     tokenizer: str | None = None
     provenance: dict[str, Any] = Field(default_factory=dict)
 
@@ -172,13 +182,28 @@ class DustinConfig(BaseModel):
         partial.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
         partial.replace(path)
 
-    def check(self, target: ModelSpec, draft: ModelSpec | None, tokenizer: str | None) -> None:
+    def check(
+        self,
+        target: ModelSpec,
+        draft: ModelSpec | None,
+        tokenizer: str | None,
+        target_weights: dict[str, str] | None = None,
+        draft_weights: dict[str, str] | None = None,
+    ) -> None:
         """Refuse models other than those the configuration was made for.
+
+        Parameters
+        ----------
+        target, draft : shapes of the models
+        tokenizer : `tokenizer_fingerprint`; None where there is no tokenizer
+        target_weights, draft_weights : `fingerprint.weights_fingerprint`; None where there is no
+            folder to take it of
 
         Raises
         ------
         ConfigError
-            Names the model and the first field that differs, or the unknown head.
+            Names the model and the first field that differs, the parts whose weights do, or the
+            unknown head.
         """
         _check_spec("target", self.target, target)
         if draft is not None:
@@ -190,6 +215,8 @@ class DustinConfig(BaseModel):
                 "the configuration was made with another tokenizer: calibrate this pair, or use "
                 "the checkpoint it was made for"
             )
+        _check_weights("target", self.target_weights, target_weights)
+        _check_weights("draft", self.draft_weights, draft_weights)
 
 
 def _check_spec(role: str, made_for: dict[str, Any] | None, model: ModelSpec) -> None:
@@ -199,6 +226,29 @@ def _check_spec(role: str, made_for: dict[str, Any] | None, model: ModelSpec) ->
                 f"the configuration was made for another {role}: {name} is {value} here and "
                 f"{made_for.get(name)} there; calibrate this pair, or use the right checkpoint"
             )
+
+
+def _check_weights(
+    role: str, made_for: dict[str, str] | None, weights: dict[str, str] | None
+) -> None:
+    if not made_for or weights is None or made_for == weights:
+        return
+    parts = made_for | weights
+    changed = [part for part in parts if made_for.get(part) != weights.get(part)]
+    raise ConfigError(
+        f"the configuration was made for other {role} weights: {_few(changed, len(parts))} "
+        "changed; calibrate this pair again, or use the checkpoint it was made for"
+    )
+
+
+def _few(parts: list[str], total: int) -> str:
+    """As "a", "a and b", "a, b and c", "a, b and 5 more parts" or "all 7 parts"."""
+    if len(parts) > 3:
+        if len(parts) == total:
+            return f"all {total} parts"
+        parts = [*parts[:2], f"{len(parts) - 2} more parts"]
+    *before, last = parts
+    return f"{', '.join(before)} and {last}" if before else last
 
 
 def default_config(

@@ -18,6 +18,9 @@ from dustin_trt.config import (
 TARGET = ModelSpec("Qwen2ForCausalLM", 28, 28, 4, 128, 3584, 152064, 32768)
 DRAFT = ModelSpec("Qwen2ForCausalLM", 24, 14, 2, 64, 896, 151936, 32768)
 
+PARTS = ("embeddings", *(f"layer {layer}" for layer in range(28)), "norm", "head")
+WEIGHTS = {part: f"{number:012x}" for number, part in enumerate(PARTS)}
+
 FULL = DustinConfig(
     target_heads=(Head(20, 3), Head(20, 27)),
     draft_heads=(Head(7, 0), Head(23, 13)),
@@ -28,9 +31,13 @@ FULL = DustinConfig(
     gamma=3,
     join="sum",
     lookahead_weight=0.25,
+    guard=0.8,
+    draft_window=256,
     arr=0.93,
     target=asdict(TARGET),
     draft=asdict(DRAFT),
+    target_weights=WEIGHTS,
+    draft_weights={"norm": "0" * 12},
     tokenizer="f" * 64,
     provenance={"texts": ["Persuasion – Jane Austen"], "seed": 7},
 )
@@ -106,6 +113,12 @@ BAD_FIELDS = {
     "unknown join": ({"join": "max"}, "join:", "'split' or 'sum'"),
     "weight above 1": ({"lookahead_weight": 1.5}, "lookahead_weight:"),
     "weight NaN": ({"lookahead_weight": float("nan")}, "lookahead_weight:"),
+    "guard above 1": ({"guard": 1.01}, "guard:"),
+    "guard negative": ({"guard": -0.1}, "guard:"),
+    "guard NaN": ({"guard": float("nan")}, "guard:"),
+    "draft window negative": ({"draft_window": -1}, "draft_window:"),
+    "draft window null": ({"draft_window": None}, "draft_window:"),
+    "weights no object": ({"target_weights": "f00"}, "target_weights:"),
     "arr above 1": ({"arr": 1.2}, "arr:"),
     "unknown field": ({"gama": 4}, "gama:"),
     "field named like a parameter": ({"cls": 1}, "cls:"),
@@ -146,6 +159,9 @@ def test_every_bad_field_is_named_at_once():
         {"budget": 1, "sink": 0, "window": 0},
         {"budget": 64, "lookahead": 44},
         {"lookahead": 0},
+        {"guard": 0},
+        {"guard": 1},
+        {"draft_window": 0},
     ],
     ids=str,
 )
@@ -239,6 +255,58 @@ class TestCheck:
     @pytest.mark.parametrize(("made_for", "beside"), [(None, "0" * 64), ("f" * 64, None)])
     def test_an_unknown_tokenizer_is_not_compared(self, made_for, beside):
         FULL.replace(tokenizer=made_for).check(TARGET, DRAFT, beside)
+
+
+def _with(weights: dict[str, str], *parts: str) -> dict[str, str]:
+    return weights | dict.fromkeys(parts, "f" * 12)
+
+
+class TestCheckWeights:
+    def refused(self, target_weights, draft_weights=None) -> str:
+        with pytest.raises(ConfigError) as error:
+            FULL.check(TARGET, DRAFT, None, target_weights, draft_weights)
+        return _message(error)
+
+    def test_accepts_what_it_was_made_for(self):
+        FULL.check(TARGET, DRAFT, None, dict(reversed(WEIGHTS.items())), {"norm": "0" * 12})
+
+    @pytest.mark.parametrize(
+        ("parts", "named"),
+        [
+            (["layer 3"], "layer 3 changed;"),
+            (["layer 3", "head"], "layer 3 and head changed;"),
+            (["layer 7", "layer 3", "norm"], "layer 3, layer 7 and norm changed;"),
+            (
+                ["layer 3", "layer 7", "layer 8", "head"],
+                "layer 3, layer 7 and 2 more parts changed",
+            ),
+            (PARTS[:-1], "embeddings, layer 0 and 28 more parts changed;"),
+            (PARTS, "all 31 parts changed;"),
+        ],
+    )
+    def test_names_what_changed(self, parts, named):
+        message = self.refused(_with(WEIGHTS, *parts))
+        assert message.startswith(f"the configuration was made for other target weights: {named}")
+        assert message.endswith("calibrate this pair again, or use the checkpoint it was made for")
+
+    def test_a_part_that_is_lost_or_new_changed(self):
+        head = {part: digits for part, digits in WEIGHTS.items() if part != "head"}
+        assert "target weights: head changed" in self.refused(head)
+        assert "target weights: layer 28 changed" in self.refused(_with(WEIGHTS, "layer 28"))
+        assert "target weights: all 31 parts changed" in self.refused({})
+
+    def test_names_the_draft(self):
+        message = self.refused(WEIGHTS, {"norm": "1" * 12})
+        assert "other draft weights: norm changed" in message
+
+    def test_shapes_come_first(self):
+        with pytest.raises(ConfigError, match="num_layers is 12 here"):
+            FULL.check(replace(TARGET, num_layers=12), DRAFT, None, _with(WEIGHTS, *PARTS))
+
+    @pytest.mark.parametrize("made_for", [None, {}])
+    def test_unknown_weights_are_not_compared(self, made_for):
+        FULL.check(TARGET, DRAFT, None, None, None)
+        FULL.replace(target_weights=made_for).check(TARGET, None, None, WEIGHTS)
 
 
 def test_default_config_is_marked_uncalibrated():
