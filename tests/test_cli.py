@@ -94,6 +94,7 @@ FLAGS = [
     ("--draft", "skip:0", "--policy", "oracle"),
     ("--draft", "DRAFT", "--draft-window", "full"),
     ("--draft", "DRAFT", "--draft-window", "8", "--dtype", "bfloat16"),
+    ("--draft", "DRAFT", "--budget", "21", "--guard", "0.9"),
     ("--draft", "none", "--device", "cpu", "--max-model-len", "64", "--batch-size", "1"),
 ]
 
@@ -160,6 +161,9 @@ def test_quiet_says_nothing(job, capsys):
         (("--draft", "nowhere"), "neither a folder nor one of skip:LAYERS, lookup, none"),
         (("--draft", "lookup:x"), "write lookup or lookup:N"),
         (("--draft-window", "some"), "'some' is neither a number nor 'full'"),
+        (("--draft-window", "-1"), "draft_window: Input should be greater than or equal to 0"),
+        (("--guard", "1.5"), "guard: Input should be less than or equal to 1"),
+        (("--guard", "low"), "argument --guard: invalid float value: 'low'"),
         (("--policy", "best"), "unknown policy 'best'; there are dense, dustin, streaming, oracle"),
         (("--draft", "skip:0", "--signal", "x"), "unknown signal 'x'"),
         (("--draft", "lookup", "--signal", "hybrid"), "use signal 'history'"),
@@ -204,6 +208,7 @@ def test_a_draft_with_another_tokenizer_is_refused(job, tmp_path, capsys):
         ({"draft_heads": [(0, 6)]}, "draft_heads: the model has no head (0, 6)"),
         ({"target": {"num_layers": 30}}, "made for another target: architecture is"),
         ({"tokenizer": "0" * 64}, "made with another tokenizer"),
+        ({"target_weights": {"norm": "0" * 12}}, "made for other target weights: all 6 parts"),
         ({"heads": 3}, "heads: Extra inputs are not permitted"),
         ({"budget": 10}, "budget 10 leaves nothing to choose"),
     ],
@@ -223,6 +228,21 @@ def test_a_calibrated_configuration_is_used_and_not_remarked_on(job, tmp_path, c
     assert job.run("--draft", "skip:0", "--config", config, "--max-new-tokens", 4) == 0
     assert "uncalibrated" not in capsys.readouterr().err
     assert job.lines()["a"]["stats"]["budget"] == 30
+
+
+def test_guard_and_draft_window_are_the_configurations_or_the_commands(job, draft, tmp_path):
+    config = tmp_path / "dustin.json"
+    heads = {"target_heads": ((1, 0),), "draft_heads": ((0, 1),)}
+    # With one token to choose beside sink and window, which cover nearly nothing of this prompt.
+    DustinConfig(budget=3, sink=1, window=1, guard=1.0, draft_window=4, **heads).save(config)
+    flags = ("--draft", draft, "--config", config, "--max-new-tokens", 6, "--quiet")
+    assert job.run(*flags) == 2  # a window of 4 is no more than the draft's sink
+    assert job.run(*flags, "--draft-window", "full") == 0
+    stats = job.lines()["a"]["stats"]
+    assert stats["guarded_steps"] == stats["steps"] > 0
+    job.output.unlink()
+    assert job.run(*flags, "--draft-window", 8, "--guard", 0) == 0
+    assert job.lines()["a"]["stats"]["guarded_steps"] == 0
 
 
 @pytest.mark.parametrize(

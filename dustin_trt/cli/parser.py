@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from dustin_trt import __version__
 from dustin_trt.cli.bench_options import add_bench
+from dustin_trt.cli.calibrate_options import add_calibrate
 
 _ABOUT = """\
 Long-context decoding by draft-then-sparse-verify: a cheap draft proposes a few tokens, and the
@@ -88,6 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_doctor(commands)
     _add_demo(commands)
+    _add_debug(add_calibrate(commands))
     for benchmark in add_bench(commands):
         _add_debug(benchmark)
     return parser
@@ -121,10 +123,9 @@ def _add_generate(commands: Any) -> None:
     )
     add(
         "--draft-window",
-        default=512,
         type=_window,
         metavar="N|full",
-        help="history tokens a draft model itself reads (default 512)",
+        help="history tokens a draft model itself reads (default: --config's or 512)",
     )
     add(
         "--dtype",
@@ -161,6 +162,13 @@ def _add_generate(commands: Any) -> None:
         help="how hybrid joins them: split (part of the budget each, default) or sum",
     )
     add("--heads", metavar="all", help="all: score with every head, slow but thorough")
+    add(
+        "--guard",
+        type=float,
+        metavar="T",
+        help="a step that would read less than this share (0–1) of the attention scored reads "
+        "everything; 0 is off (default: --config's or off)",
+    )
 
     add = command.add_argument_group("sampling (a line can bring its own)").add_argument
     add("--max-new-tokens", default=128, type=int, metavar="N", help="default 128")
@@ -244,9 +252,9 @@ def _add_debug(command: argparse.ArgumentParser) -> None:
     command.add_argument("--debug", action="store_true", help="show where an error was raised")
 
 
-def _window(text: str) -> int | None:
+def _window(text: str) -> int:
     if text == "full":
-        return None
+        return 0
     try:
         return int(text)
     except ValueError:

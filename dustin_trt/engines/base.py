@@ -39,6 +39,9 @@ class Dustin:
     budget, lookahead, sink, window : as in `ops.select_tokens`
     join : "split" (top-m of the lookahead, then fill) or "sum" (of the normalised scores)
     lookahead_weight : weight of the lookahead in the sum
+    guard : rows whose coverage is below it read their whole history instead; 1 means every row that
+        the budget does not hold, None or 0 none. Coverage is known of rows with `history_queries`
+        only: without them nothing is guarded.
     """
 
     history_queries: Tensor | None
@@ -49,6 +52,7 @@ class Dustin:
     window: int
     join: Literal["split", "sum"] = "split"
     lookahead_weight: float = 0.5
+    guard: float | None = None
 
 
 Selection = Dense | Indices | Dustin
@@ -60,16 +64,18 @@ class Verification:
 
     logits : Tensor `[B, w, V]` fp32
     srh_queries : Tensor `[B, w, P, D]`, the retrieval heads' queries of the window's tokens
-    coverage : Tensor `[B]` fp32, share of the history score that was read; NaN where the selection
-        did not score the history
+    coverage : Tensor `[B]` fp32, share of the history score that was chosen, of guarded rows too to
+        show how hard they were; NaN where the selection did not score the history
+    guarded : Tensor `[B]` bool, rows that a guard had read whole in place of what was chosen
     counts : Tensor `[B]` int32, history tokens read
-    indices : Tensor `[B, k]` int32, which; None when all of them
+    indices : Tensor `[B, k]` int32, which, -1 in guarded rows; None when all of them
     seconds : time by part: "score", "select", "verify"
     """
 
     logits: Tensor
     srh_queries: Tensor
     coverage: Tensor
+    guarded: Tensor
     counts: Tensor
     indices: Tensor | None
     seconds: dict[str, float] = field(default_factory=dict)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,11 +18,26 @@ from dustin_trt.engines.base import (
     Selection,
     Verification,
 )
+from dustin_trt.engines.selecting import join_and_select
 from dustin_trt.kv_cache import PagedKVCache
 from dustin_trt.metrics import attention_recovery_rate
 from dustin_trt.models.causal_lm import CausalLM
 
 _DIAGNOSED_AT_ONCE = 512  # tokens
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """A selection carried out.
+
+    chosen : which history tokens; None for all of them
+    coverage : Tensor `[B]`, as in `Verification`
+    guarded : Tensor `[B]` bool, rows that read everything in place of what was chosen
+    """
+
+    chosen: Indices | None
+    coverage: Tensor
+    guarded: Tensor
 
 
 class TorchEngine:
@@ -81,21 +97,26 @@ class TorchEngine:
     ) -> Verification:
         """See `Engine.verify`."""
         clock = _Clock()
-        read, coverage = self._select(slots, selection, clock)
-        step = _Step(self, slots, 0, read, self.srh_heads if heads is None else heads)
+        reading = self._select(slots, selection, clock)
+        step = _Step(self, slots, 0, reading, self.srh_heads if heads is None else heads)
         logits = self.model.forward(tokens, step.positions(tokens.shape[1]), step)
         clock.lap("verify")
-        counts = read.counts if read else self.cache.lengths[slots]
-        indices = read.indices if read else None
-        return Verification(logits, step.queries(), coverage, counts, indices, clock.seconds)
+        counts, indices = self.cache.lengths[slots], None
+        if reading.chosen:
+            counts = torch.where(reading.guarded, counts, reading.chosen.counts)
+            indices = reading.chosen.indices.masked_fill(reading.guarded[:, None], -1)
+        return Verification(
+            logits, step.queries(), reading.coverage, reading.guarded, counts, indices,
+            clock.seconds,
+        )  # fmt: skip
 
     @torch.inference_mode()
     def propose_step(
         self, slots: Tensor, tokens: Tensor, offset: int, selection: Selection
     ) -> tuple[Tensor, Tensor]:
         """See `Engine.propose_step`."""
-        read, _ = self._select(slots, selection, _Clock())
-        step = _Step(self, slots, offset, read, self.srh_heads, last_only=True)
+        reading = self._select(slots, selection, _Clock())
+        step = _Step(self, slots, offset, reading, self.srh_heads, last_only=True)
         positions = step.positions(tokens.shape[1])
         logits = self.model.forward(tokens, positions, step, last_only=True)
         return logits[:, -1], step.queries()[:, -1]
@@ -150,15 +171,14 @@ class TorchEngine:
     def _device(self) -> torch.device:
         return self.cache.lengths.device
 
-    def _select(
-        self, slots: Tensor, selection: Selection, clock: _Clock
-    ) -> tuple[Indices | None, Tensor]:
-        """Carry out a selection: which tokens to read (None: all), and their coverage `[B]`."""
+    def _select(self, slots: Tensor, selection: Selection, clock: _Clock) -> _Reading:
+        """Carry out a selection."""
         unknown = torch.full((len(slots),), float("nan"), device=self._device)
+        guarded = torch.zeros(len(slots), dtype=torch.bool, device=self._device)
         if isinstance(selection, Dense):
-            return None, torch.ones_like(unknown)
+            return _Reading(None, torch.ones_like(unknown), guarded)
         if isinstance(selection, Indices):
-            return selection, unknown
+            return _Reading(selection, unknown, guarded)
 
         lengths = self.cache.lengths[slots]
         target_scores, draft_scores = None, selection.lookahead_scores
@@ -168,26 +188,27 @@ class TorchEngine:
             target_scores = self.attention_scores(slots, selection.history_queries[:, None])
         clock.lap("score")
 
-        fill, ahead = target_scores, draft_scores
-        if selection.join == "sum" and target_scores is not None and draft_scores is not None:
-            weight = selection.lookahead_weight
-            fill = (1 - weight) * _normalised(target_scores) + weight * _normalised(draft_scores)
-            ahead = None
-        indices, counts = ops.select_tokens(
-            fill,
-            ahead,
+        indices, counts = join_and_select(
+            target_scores,
+            draft_scores,
             lengths,
-            selection.budget,
-            selection.lookahead,
-            selection.sink,
-            selection.window,
+            budget=selection.budget,
+            lookahead_tokens=selection.lookahead,
+            sink=selection.sink,
+            window=selection.window,
+            join=selection.join,
+            lookahead_weight=selection.lookahead_weight,
         )
         coverage = unknown
         if target_scores is not None:
             coverage = attention_recovery_rate(target_scores, indices, counts)
-        coverage = torch.where(counts == lengths, torch.ones_like(coverage), coverage)
+        whole = counts == lengths
+        coverage = torch.where(whole, torch.ones_like(coverage), coverage)
+        if selection.guard and target_scores is not None:
+            # A coverage just below 1 can round to 1, which a guard of 1 must not let pass.
+            guarded = ~whole & (coverage < selection.guard if selection.guard < 1 else True)
         clock.lap("select")
-        return Indices(indices, counts), coverage
+        return _Reading(Indices(indices, counts), coverage, guarded)
 
 
 class _Step:
@@ -198,7 +219,7 @@ class _Step:
         engine: TorchEngine,
         slots: Tensor,
         offset: int,
-        read: Indices | None,
+        reading: _Reading | None,
         heads: tuple[Head, ...],
         *,
         last_only: bool = False,
@@ -207,7 +228,7 @@ class _Step:
         self._max_positions = engine.spec.max_positions
         self._pages, lengths = engine.cache.rows(slots)
         self._lengths = lengths + offset
-        self._read = read
+        self._groups = self._group(reading)
         self._last_only = last_only
         self._columns = {layer: columns for layer, columns, _ in _by_layer(heads, engine)}
         self._heads = heads
@@ -230,10 +251,12 @@ class _Step:
             rows = q[:, -1:] if self._last_only else q
             self._stash[layer] = rows[:, :, [self._heads[c].head for c in self._columns[layer]]]
         self._empty = q[:, :, :0]
-        where = (k_cache, v_cache, self._pages, self._lengths)
-        if self._read is None:
-            return ops.dense_attention(q, *where, scale)[0]
-        return ops.sparse_attention(q, *where, self._read.indices, self._read.counts, scale)[0]
+        if len(self._groups) == 1:
+            return self._groups[0].attend(q, k_cache, v_cache, scale)
+        out = q.new_empty(q.shape)
+        for group in self._groups:
+            out[group.rows] = group.attend(q[group.rows], k_cache, v_cache, scale)
+        return out
 
     def queries(self) -> Tensor:
         """Stashed queries `[B, w or 1, P, D]`, in the order of the heads asked for."""
@@ -244,6 +267,43 @@ class _Step:
         for layer, columns in self._columns.items():
             queries[:, :, columns] = self._stash[layer]
         return queries
+
+    def _group(self, reading: _Reading | None) -> list[_Group]:
+        """The batch, or its guarded rows and the others, as those read through another op."""
+        every = torch.arange(len(self._lengths), device=self._lengths.device)
+        if reading is None or reading.chosen is None:
+            return [_Group(every, self._pages, self._lengths, None)]
+        guarded, chosen = reading.guarded, reading.chosen
+        if not guarded.any():
+            return [_Group(every, self._pages, self._lengths, chosen)]
+        groups = []
+        for mask, read in ((guarded, None), (~guarded, chosen)):
+            rows = every[mask]
+            if len(rows):
+                read = read and Indices(read.indices[rows], read.counts[rows])
+                groups.append(_Group(rows, self._pages[rows], self._lengths[rows], read))
+        return groups
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Rows of a batch whose history one op reads.
+
+    rows : Tensor `[R]` int64, their places in the batch
+    pages, lengths : their rows of the page table, and history lengths before the new tokens
+    read : which history tokens; None for all of them
+    """
+
+    rows: Tensor
+    pages: Tensor
+    lengths: Tensor
+    read: Indices | None
+
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float) -> Tensor:
+        where = (k_cache, v_cache, self.pages, self.lengths)
+        if self.read is None:
+            return ops.dense_attention(q, *where, scale)[0]
+        return ops.sparse_attention(q, *where, self.read.indices, self.read.counts, scale)[0]
 
 
 def _by_layer(
@@ -257,10 +317,6 @@ def _by_layer(
         (layer, columns, [engine.spec.kv_head(heads[c].head) for c in columns])
         for layer, columns in sorted(layers.items())
     ]
-
-
-def _normalised(scores: Tensor) -> Tensor:
-    return scores / scores.sum(1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
 
 
 class _Clock:

@@ -86,7 +86,7 @@ def run_demo(
         model,
         dtype=dtype,
         gamma=GAMMA,
-        draft_window=None,
+        draft_window=0,
         max_batch_size=size,
         record_selections=True,
     )

@@ -18,7 +18,7 @@ class DustinPolicy(Policy):
 
     Parameters
     ----------
-    config : heads, budget and how it is shared
+    config : heads, budget, how it is shared, and the guard
     signal : "hybrid" (both), "history" (the target's query of the last accepted token) or
         "lookahead" (the draft's attention while it drafted); the latter two are the paper's
         ablations, and "history" serves drafters without attention
@@ -30,6 +30,9 @@ class DustinPolicy(Policy):
     read, and with it the verifier, depends on which drafts were sampled: rejection sampling is
     then exact for each window's own verifier, but no longer for one fixed distribution. The paper
     does not discuss this; greedy decoding is not concerned.
+
+    The configuration's guard judges what was chosen, so it depends on the drafts exactly where that
+    does. Its measure is the history score: with "lookahead" there is none, and no row is guarded.
     """
 
     name = "dustin"
@@ -52,4 +55,5 @@ class DustinPolicy(Policy):
             window=config.window,
             join=config.join,
             lookahead_weight=config.lookahead_weight,
+            guard=config.guard,
         )

@@ -158,6 +158,7 @@ class Decoder:
         self.drafter.commit(batch.slots, accepted + 1)
         drafts, counts = proposal.tokens.tolist(), proposal.counts.tolist()
         read, coverage = verified.counts.tolist(), verified.coverage.tolist()
+        guarded = verified.guarded.tolist()
         following_tokens = following.tolist()
         for b, (row, n) in enumerate(zip(self._running, accepted.tolist(), strict=True)):
             if b in failures:
@@ -167,12 +168,11 @@ class Decoder:
             row.history_queries = verified.srh_queries[b, n]
             row.stats.add_step(
                 drafted=counts[b], accepted=min(n, kept), committed=kept,
-                read=read[b], history=history[b], coverage=coverage[b],
+                read=read[b], history=history[b], coverage=coverage[b], guarded=guarded[b],
             )  # fmt: skip
             if self.record_selections:
-                row.selections.append(
-                    None if verified.indices is None else verified.indices[b, : read[b]].cpu()
-                )
+                chosen = None if guarded[b] else verified.indices
+                row.selections.append(None if chosen is None else chosen[b, : read[b]].cpu())
             committed += kept
         return committed
 

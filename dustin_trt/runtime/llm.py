@@ -17,6 +17,7 @@ from dustin_trt.config import (
     tokenizer_fingerprint,
 )
 from dustin_trt.engines.torch_engine import TorchEngine
+from dustin_trt.fingerprint import weights_fingerprint
 from dustin_trt.models.causal_lm import CausalLM
 from dustin_trt.policies import POLICIES, DustinPolicy, Policy
 from dustin_trt.policies.dustin import SIGNALS, Signal
@@ -54,16 +55,23 @@ class LLM:
     draft : "none" or None; "lookup" or "lookup:N" (n-grams of up to N tokens); "skip:14,17" (the
         target without these layers, on the target's cache); or a folder of, or a loaded, draft
         model with the target's tokenizer
-    config : `dustin.json`, or a DustinConfig; None uses an uncalibrated default
+    config : `dustin.json`, or a DustinConfig; None uses an uncalibrated default. Refused where
+        shapes, tokenizer or weights differ from those it was made for; weights are compared where
+        the model comes from a folder, not those of a loaded model.
     policy : "dense", "dustin", "streaming" or "oracle"; None is "dustin" with a draft or a
         configuration, else "dense"
     budget, gamma : override the configuration's k and Γ
+    guard : for "dustin", overrides the configuration's: a row whose coverage of the history score
+        is below it is verified densely for that step, so that a hard input costs speed and not
+        quality; 0 is off, 1 verifies every row densely. Signal "lookahead" scores no history, so
+        that nothing is guarded.
     signal : for "dustin": "hybrid", "history" or "lookahead"; None is "hybrid", or "history" where
-        the draft has no attention to look ahead with
+        the draft has no attention to look ahead with or the configuration no heads for it
     join : for "dustin": "split" or "sum", overrides the configuration
     heads : for "dustin": "all" scores every head of both models, slow but thorough; None those of
         the configuration
-    draft_window : history tokens a draft model itself reads; None reads all
+    draft_window : history tokens a draft model itself reads, overrides the configuration; 0 reads
+        all
     dtype : of weights and cache; "auto" takes the checkpoint's
     device : "cpu" or a CUDA device
     tokenizer : where target is a loaded model; None then allows token prompts only
@@ -100,7 +108,8 @@ class LLM:
         signal: Signal | None = None,
         join: Literal["split", "sum"] | None = None,
         heads: Literal["all"] | None = None,
-        draft_window: int | None = 512,
+        guard: float | None = None,
+        draft_window: int | None = None,
         dtype: torch.dtype | str = "auto",
         device: torch.device | str = "cpu",
         tokenizer: Any = None,
@@ -129,12 +138,15 @@ class LLM:
         )
         self._options: dict[str, Any] = {
             "draft": draft, "config": config, "policy": policy, "budget": budget, "gamma": gamma,
-            "signal": signal, "join": join, "heads": heads, "draft_window": draft_window,
-            "draft_tokenizer": draft_tokenizer, "dtype": dtype, "device": device,
+            "signal": signal, "join": join, "heads": heads, "guard": guard,
+            "draft_window": draft_window, "draft_tokenizer": draft_tokenizer,
+            "dtype": dtype, "device": device,
             "max_batch_size": max_batch_size, "prefill_chunk": prefill_chunk,
             "page_size": page_size, "record_selections": record_selections,
             "on_prefill": on_prefill,
         }  # fmt: skip
+        self._target_source = target
+        self._fingerprints: dict[str, dict[str, str]] = {}
         self.eos = end_tokens(self._target_model, self.tokenizer)
         self._draft = self._load_draft()
         self._assemble()
@@ -161,6 +173,9 @@ class LLM:
         twin._options = {**self._options, **options}
         same = not options.keys() & {"draft", "draft_tokenizer"}
         twin._draft = self._draft if same else twin._load_draft()
+        twin._target_source, twin._fingerprints = self._target_source, self._fingerprints.copy()
+        if not same:
+            twin._fingerprints.pop("draft", None)
         twin._assemble()
         return twin
 
@@ -304,7 +319,7 @@ class LLM:
             draft_heads,
             lookahead=policy.needs_lookahead,
             max_model_len=self.max_model_len,
-            window=options["draft_window"],
+            window=self.config.draft_window or None,
             prefill_chunk=options["prefill_chunk"],
             page_size=options["page_size"],
         )
@@ -326,7 +341,7 @@ class LLM:
         draft_spec, layers = (draft.spec, draft.layers) if draft else (None, ())
         config: DustinConfig = options["config"] or default_config(spec, draft_spec, layers)
         changes = {
-            name: value for name in ("budget", "gamma", "join")
+            name: value for name in ("budget", "gamma", "join", "guard", "draft_window")
             if (value := options[name]) is not None
         }  # fmt: skip
         if options["budget"] is not None and config.lookahead is not None:
@@ -340,13 +355,30 @@ class LLM:
         if config.gamma > MAX_GAMMA:
             raise ConfigError(f"gamma {config.gamma} is more than {MAX_GAMMA}: lower it")
         fingerprint = tokenizer_fingerprint(self.tokenizer) if self.tokenizer else None
-        config.check(spec, draft_spec, fingerprint)
+        config.check(
+            spec,
+            draft_spec,
+            fingerprint,
+            self._weights("target", self._target_source, config.target_weights),
+            self._weights("draft", options["draft"], config.draft_weights),
+        )
         if draft and (lost := [head for head in config.draft_heads if head.layer not in layers]):
             raise ConfigError(
                 f"draft_heads: this draft skips layer {lost[0].layer}, so nothing scores with it; "
                 "use the draft that the configuration was made for"
             )
         return config
+
+    def _weights(
+        self, role: str, source: Any, made_for: dict[str, str] | None
+    ) -> dict[str, str] | None:
+        """Fingerprint of a model's folder, where it has one and there is one to compare with."""
+        own = role == "target" or self._draft.own_cache  # else the draft is no model of its own
+        if not made_for or not own or not isinstance(source, str | Path):
+            return None
+        if role not in self._fingerprints:
+            self._fingerprints[role] = weights_fingerprint(source)
+        return self._fingerprints[role]
 
     def _policy(self) -> Policy:
         options = self._options
@@ -358,7 +390,8 @@ class LLM:
         if name != "dustin":
             return POLICIES[name](self.config)
         has_lookahead = self._draft.model is not None
-        signal: Signal = options["signal"] or ("hybrid" if has_lookahead else "history")
+        looks_ahead = has_lookahead and bool(self.config.draft_heads)
+        signal: Signal = options["signal"] or ("hybrid" if looks_ahead else "history")
         if signal not in SIGNALS:
             raise ValueError(f"unknown signal {signal!r}; there are {', '.join(SIGNALS)}")
         policy = DustinPolicy(self.config, signal)

@@ -19,7 +19,9 @@ class RequestStats:
     step_tokens : tokens those passes committed
     drafted, accepted : draft tokens verified, and accepted of them
     history_read, history : history tokens read by verification, and those there were, over steps
-    coverage_sum, coverage_steps : of the steps whose coverage is known
+    coverage_sum, coverage_steps : of the steps whose coverage is known; of a guarded step what was
+        measured before its row was read whole, so that hard inputs show
+    guarded_steps : verification passes that a guard made dense for this request
     prefill_seconds, decode_seconds : until the first token, and from there to the last
     """
 
@@ -34,6 +36,7 @@ class RequestStats:
     history: int = 0
     coverage_sum: float = 0.0
     coverage_steps: int = 0
+    guarded_steps: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
 
@@ -54,11 +57,11 @@ class RequestStats:
 
     @property
     def coverage(self) -> float | None:
-        """Mean share of the target's history score that was read: an online estimate of ARR."""
+        """Mean share of the target's history score that was chosen: an online estimate of ARR."""
         return _ratio(self.coverage_sum, self.coverage_steps)
 
     def add_step(self, *, drafted: int, accepted: int, committed: int, read: int, history: int,
-                 coverage: float) -> None:  # fmt: skip
+                 coverage: float, guarded: bool) -> None:  # fmt: skip
         """Count one verification pass of this request."""
         self.steps += 1
         self.step_tokens += committed
@@ -69,6 +72,7 @@ class RequestStats:
         if not math.isnan(coverage):
             self.coverage_sum += coverage
             self.coverage_steps += 1
+        self.guarded_steps += guarded
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: the counts a reader wants and the ratios, rounded."""

@@ -134,7 +134,7 @@ def test_cache_lengths_follow_ragged_acceptance(monkeypatch, draft):
 @pytest.mark.parametrize("draft", ("lookup", "skip:1", "good", "bad", "same"))
 @pytest.mark.parametrize("page_size", (None, 7))
 def test_rejected_keys_are_overwritten_and_positions_right_after_a_rollback(draft, page_size):
-    model = llm(draft, policy="dense", page_size=page_size, draft_window=None)
+    model = llm(draft, policy="dense", page_size=page_size, draft_window=0)
     outputs = model.generate(PROMPTS, SamplingParams(max_tokens=24))
     assert any(0 < output.stats.accepted < output.stats.drafted for output in outputs) or (
         draft in ("lookup", "bad", "same")

@@ -113,7 +113,7 @@ def run_decode(settings: DecodeSettings, console: Console) -> Report:
 
 def _methods(subject: Subject, settings: DecodeSettings) -> list[Method]:
     isa, plain = native.isa(), subject.llm.variant(draft="none", policy="dense")
-    drafting = subject.llm.variant(draft=subject.draft, policy="dense", draft_window=None)
+    drafting = subject.llm.variant(draft=subject.draft, policy="dense", draft_window=0)
     windowed = {"draft_window": settings.draft_window}
     vanilla = [Method("vanilla (SDPA)", plain, native.REFERENCE, vanilla=True)]
     if isa != native.REFERENCE:

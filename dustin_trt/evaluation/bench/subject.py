@@ -115,7 +115,7 @@ def load_subject(settings: DecodeSettings) -> Subject:
 def _options(settings: DecodeSettings) -> dict[str, Any]:
     return {
         "gamma": settings.gamma,
-        "draft_window": None,
+        "draft_window": 0,
         "max_batch_size": settings.batch,
         "max_model_len": settings.context + settings.new_tokens,
     }
