@@ -72,6 +72,29 @@ class DraftModel(Drafter):
         steps = int(looks.max())
         if steps == 0:
             return no_drafts(batch)
+        tokens, probs, queries = self.roll_out(batch, steps)
+        drafted = time.perf_counter()
+        scores = None
+        if self.lookahead:
+            scores = self.engine.attention_scores(batch.slots, queries, looks)
+        width = int(counts.max())
+        return Proposal(
+            tokens=tokens[:, :width],
+            counts=counts,
+            probs=None if probs is None else probs[:, :width],
+            lookahead_scores=scores,
+            seconds={"draft": drafted - started, "score": time.perf_counter() - drafted},
+        )
+
+    def roll_out(self, batch: Batch, steps: int) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Draft `steps` tokens a row, each from the one before.
+
+        Returns
+        -------
+        tokens : Tensor `[B, steps]` int64
+        probs : Tensor `[B, steps, V]` fp32, what they were sampled from; None when greedy
+        queries : Tensor `[B, steps, P, D]`, the retrieval heads' queries that chose each
+        """
         tokens: list[Tensor] = []
         probs: list[Tensor] = []
         queries: list[Tensor] = []
@@ -94,19 +117,8 @@ class DraftModel(Drafter):
                 probs.append(p)
             queries.append(q)
             window = token[:, None]
-        drafted = time.perf_counter()
-        scores = None
-        if self.lookahead:
-            stashed = torch.stack(queries, 1)
-            scores = self.engine.attention_scores(batch.slots, stashed, looks)
-        width = int(counts.max())
-        return Proposal(
-            tokens=torch.stack(tokens, 1)[:, :width],
-            counts=counts,
-            probs=torch.stack(probs, 1)[:, :width] if probs else None,
-            lookahead_scores=scores,
-            seconds={"draft": drafted - started, "score": time.perf_counter() - drafted},
-        )
+        drawn = torch.stack(probs, 1) if probs else None
+        return torch.stack(tokens, 1), drawn, torch.stack(queries, 1)
 
     def _first_window(self, batch: Batch) -> Tensor:
         # When every draft of the last step was accepted, its last one is not in this cache yet.

@@ -59,10 +59,7 @@ def passkey_prompts(
         ids: list[int] = tokenizer(piece, add_special_tokens=False, verbose=False).input_ids
         return ids
 
-    turn = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "\0"}], tokenize=False, add_generation_prompt=True
-    )
-    opening, closing = turn.split("\0")
+    opening, closing = chat_frame(tokenizer)
     head, tail = encode(opening + _ASK), encode(_QUESTION + closing + _ANSWER)
     hay = encode(re.sub(r"\s+", " ", text))
     if len(hay) < length:
@@ -72,10 +69,50 @@ def passkey_prompts(
     for i in range(count):
         key = str(random_source.randint(10000, 99999))
         needle = encode(_NEEDLE.format(key=key))
-        room = length - len(head) - len(tail) - len(needle)
-        start = i * (len(hay) - room) // max(1, count - 1)
-        depth = int(room * random_source.uniform(0.05, 0.9))
-        hidden = hay[start : start + depth] + needle + hay[start + depth : start + room]
-        at = len(head) + depth
-        prompts.append(PassKeyPrompt(head + hidden + tail, key, range(at, at + len(needle))))
+        tokens, at = hide(
+            hay, head, needle, tail, length=length, share=i / max(1, count - 1),
+            depth=random_source.uniform(0.05, 0.9),
+        )  # fmt: skip
+        prompts.append(PassKeyPrompt(tokens, key, range(at, at + len(needle))))
     return prompts
+
+
+def chat_frame(tokenizer: Any) -> tuple[str, str]:
+    """What stands before and after a user's words, up to where the model answers.
+
+    Raises
+    ------
+    ValueError
+        A tokenizer without a chat template.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("the tokenizer has no chat template: retrieval prompts need one")
+    turn = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "\0"}], tokenize=False, add_generation_prompt=True
+    )
+    opening, closing = turn.split("\0")
+    return opening, closing
+
+
+def hide(
+    hay: list[int],
+    head: list[int],
+    needle: list[int],
+    tail: list[int],
+    *,
+    length: int,
+    share: float,
+    depth: float,
+) -> tuple[list[int], int]:
+    """A prompt of `length` tokens with `needle` in a stretch of `hay`, and where the needle begins.
+
+    Parameters
+    ----------
+    share : which stretch, from the first (0) to the last (1)
+    depth : where in it, from its beginning (0) to its end (1)
+    """
+    room = length - len(head) - len(tail) - len(needle)
+    start = int(share * (len(hay) - room))
+    before = int(room * depth)
+    hidden = hay[start : start + before] + needle + hay[start + before : start + room]
+    return head + hidden + tail, len(head) + before

@@ -1,0 +1,1 @@
+"""Calibration of a (target, draft) pair: profile heads, search, tune, check, report."""

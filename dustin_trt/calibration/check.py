@@ -1,0 +1,154 @@
+"""The check: the chosen configuration on texts and pass keys that the search never saw."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dustin_trt.calibration.pair import Pair
+from dustin_trt.calibration.profile import Tell
+from dustin_trt.calibration.samples import Samples
+from dustin_trt.calibration.value import (
+    Choice,
+    history_scores,
+    lookahead_scores,
+    oracle,
+    select,
+    window_arr,
+)
+from dustin_trt.engines.base import Dense, Indices
+from dustin_trt.metrics import attention_recovery_rate, greedy_agreement, kl_divergence
+
+_SLOT = torch.zeros(1, dtype=torch.long)
+
+ORACLE, CHOSEN, HISTORY, LOOKAHEAD = "oracle", "chosen", "history", "lookahead"
+ALL, ALL_HISTORY, ALL_LOOKAHEAD = "all heads", "all heads, history", "all heads, lookahead"
+STREAMING = "sink + window"
+POLICIES = (ORACLE, CHOSEN, HISTORY, LOOKAHEAD, ALL, ALL_HISTORY, ALL_LOOKAHEAD, STREAMING)
+
+
+@dataclass(frozen=True)
+class Policies:
+    """Ways to choose the tokens of some samples, all at the same sink, window and Γ."""
+
+    samples: Samples
+    choice: Choice
+
+    def signals(self, policy: str) -> tuple[Tensor | None, Tensor | None]:
+        """`S_target` and `S_draft`, `[S, N]` each, that a policy chooses by."""
+        samples, choice = self.samples, self.choice
+        history = history_scores(samples, choice.target_heads)
+        ahead = lookahead_scores(samples, choice.draft_heads, choice.gamma)
+        every, every_ahead = samples.ages[:, 0], samples.lookahead_all[:, : choice.gamma].sum(1)
+        return {
+            CHOSEN: (history, ahead),
+            HISTORY: (history, None),
+            LOOKAHEAD: (None, ahead),
+            ALL: (every, every_ahead),
+            ALL_HISTORY: (every, None),
+            ALL_LOOKAHEAD: (None, every_ahead),
+            STREAMING: (None, None),
+        }[policy]
+
+    def indices(self, policy: str, budget: int) -> tuple[Tensor, Tensor]:
+        """What a policy reads, see `ops.select_tokens`."""
+        if policy == ORACLE:
+            truth = self.samples.truth[:, : self.choice.gamma + 1].mean(1)
+            bare = self.choice.replace(sink=0, window=0)
+            return select(truth, None, self.samples.lengths, bare, budget)
+        return select(*self.signals(policy), self.samples.lengths, self.choice, budget)
+
+    def arr(self, policy: str, budget: int) -> Tensor:
+        """Windowed attention recovery rate `[S]`."""
+        if policy == ORACLE:
+            return oracle(self.samples, budget, self.choice.gamma)
+        return window_arr(self.samples, self.indices(policy, budget)[0], self.choice.gamma)
+
+    def age_arr(self, age: int, budget: int) -> Tensor:
+        """The rate `[S]` of choosing by every target head's query so many tokens back (number)."""
+        chosen = select(self.samples.ages[:, age], None, self.samples.lengths, self.choice, budget)
+        return window_arr(self.samples, chosen[0], self.choice.gamma)
+
+    def layer_arr(self, policy: str, budget: int) -> list[float]:
+        """Mean rate of each target layer, where `samples.by_layer` is there."""
+        indices, counts = self.indices(policy, budget)
+        layers = self.samples.by_layer.unbind(1)
+        return [float(attention_recovery_rate(one, indices, counts).mean()) for one in layers]
+
+    def coverage(self, budget: int) -> Tensor:
+        """What the guard would see at run time: the chosen heads' history score that is read."""
+        history = history_scores(self.samples, self.choice.target_heads)
+        assert history is not None
+        return attention_recovery_rate(history, *self.indices(CHOSEN, budget))
+
+
+@torch.inference_mode()
+def fidelity(
+    pair: Pair,
+    tokens: list[int],
+    policies: Policies,
+    names: Sequence[str],
+    budgets: Sequence[int],
+    tell: Tell,
+) -> dict[tuple[str, int], list[tuple[float, float]]]:
+    """Compare the logits of sparse and full verification at each window of one sequence.
+
+    Windows are verified teacher-forced. The target's cache must hold the sequence.
+
+    Returns
+    -------
+    (policy, budget) to a list over windows of (KL(full ‖ sparse) in nats, share of equal greedy
+    tokens), means over the window's tokens
+    """
+    target, samples = pair.target, policies.samples
+    found: dict[tuple[str, int], list[tuple[float, float]]] = {
+        (name, budget): [] for name in names for budget in budgets
+    }
+    chosen = {key: policies.indices(*key) for key in found}
+    for number in reversed(range(len(samples))):  # a window's own tokens overwrite what follows it
+        at = int(samples.lengths[number])
+        window = torch.tensor([tokens[at : at + policies.choice.gamma + 1]])
+        target.cache.lengths[0] = at
+        full = target.verify(_SLOT, window, Dense()).logits[0]
+        for key, (indices, counts) in chosen.items():
+            reading = Indices(indices[number][None], counts[number][None])
+            sparse = target.verify(_SLOT, window, reading).logits[0]
+            found[key].append(
+                (
+                    float(kl_divergence(full, sparse).mean()),
+                    float(greedy_agreement(full, sparse).float().mean()),
+                )
+            )
+        tell(window.shape[1] * (1 + len(found)))
+    return {key: values[::-1] for key, values in found.items()}
+
+
+def acceptance(samples: Sequence[Samples], gamma: int) -> dict[str, Any]:
+    """How far greedy verification follows the draft, by position and by Γ, on text windows."""
+    accepted = torch.cat([some.accepted for some in samples if not some.is_prompt]).float()
+    longest = samples[0].gamma
+    reached = [float((accepted >= place).float().mean()) for place in range(1, longest + 1)]
+    tau = {place: 1 + sum(reached[:place]) for place in range(1, longest + 1)}
+    before = [1.0, *reached[:-1]]
+    return {
+        "by_position": [
+            now / past if past else 0.0 for now, past in zip(reached, before, strict=True)
+        ],
+        "rate": sum(reached[:gamma]) / gamma,
+        "tau": tau[gamma],
+        "tau_by_gamma": {str(place): value for place, value in tau.items()},
+    }
+
+
+def guard_threshold(coverage: Tensor, share: float) -> float:
+    """The coverage below which at most a share of these windows lie.
+
+    Rounded down to four digits, so that a window at the threshold itself stays sparse.
+    """
+    ordered = coverage.sort().values
+    value = float(ordered[min(len(ordered) - 1, int(share * len(ordered)))])
+    return int(value * 10_000) / 10_000
