@@ -13,7 +13,7 @@ from dustin_trt.calibration.recipe import Recipe
 from dustin_trt.calibration.samples import AGES
 from dustin_trt.calibration.sequences import Passage
 
-Measured = dict[str, list[list[float]]]
+Measured = dict[str, list[tuple[float, float]]]
 """Of one passage: "policy@budget" to (KL, agreement) by window."""
 
 

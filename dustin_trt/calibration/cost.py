@@ -4,17 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from dustin_trt.config import Head, ModelSpec
-from dustin_trt.models.causal_lm import CausalLM
-
-
-def pass_weights(model: CausalLM) -> int:
-    """Weights that a pass of a model multiplies by: those of its layers, and its output rows."""
-    layers: Any = model.model.model.layers
-    inner = sum(p.numel() for number in model.layers for p in layers[number].parameters())
-    return int(inner + model.spec.hidden_size * model.spec.vocab_size)
 
 
 @dataclass(frozen=True)

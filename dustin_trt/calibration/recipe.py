@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dustin_trt.config import ConfigError, one_line
-from dustin_trt.evaluation import assets
+from dustin_trt.evaluation import assets, texts
 from dustin_trt.evaluation.retrieval import QUESTIONS
 
 
@@ -204,7 +204,7 @@ class Recipe(_Part):
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
-_WORDS = ("assets", "skip", "books", "austen")
+_WORDS = ("assets", "skip", *texts.WORDS)
 
 
 def _place_all(fields: Any, folder: Path) -> None:
@@ -241,24 +241,3 @@ def find_model(model: str) -> str:
     if not found:
         raise ConfigError(f"there is no asset {name!r}; there is smollm2")
     return str(found())
-
-
-def read_text(name: str) -> str:
-    """The text that a recipe names: `books:hamlet`, `austen:emma`, or a UTF-8 file.
-
-    Raises
-    ------
-    ConfigError
-        No such text; says which there are.
-    """
-    word, _, title = name.partition(":")
-    shelves: dict[str, Any] = {"books": assets.books, "austen": assets.austen}
-    if word in shelves and title:
-        shelf = shelves[word]()
-        if title not in shelf:
-            raise ConfigError(f"there is no {name}; there are {', '.join(shelf)}")
-        return str(shelf[title].read_text(encoding="utf-8"))
-    try:
-        return Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read text {name}: {error}") from error

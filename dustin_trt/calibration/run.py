@@ -13,7 +13,7 @@ import torch
 from dustin_trt.calibration import check, check_results
 from dustin_trt.calibration.answers import answer_pass_keys
 from dustin_trt.calibration.check import POLICIES, Policies
-from dustin_trt.calibration.cost import CostModel, pass_weights
+from dustin_trt.calibration.cost import CostModel
 from dustin_trt.calibration.pair import Pair, load_pair
 from dustin_trt.calibration.profile import head_scores, profile
 from dustin_trt.calibration.recipe import Recipe, find_model
@@ -132,8 +132,8 @@ class _Calibration:
         element = pair.target.cache.k[0].element_size()
         return CostModel(
             *pair.specs,
-            target_weights=pass_weights(pair.target.model) * element,
-            draft_weights=pass_weights(pair.draft.model) * element,
+            target_weights=pair.target.model.pass_weights * element,
+            draft_weights=pair.draft.model.pass_weights * element,
             element=element,
             batch=recipe.serving.batch,
             context=recipe.serving.context,
@@ -152,7 +152,7 @@ class _Calibration:
         per_token = 2 * halves + 4 * floats
         profiled = sum(len(p.windows) * p.windows[-1].at * per_token for p in passages)
         caches = {id(e.cache): e.cache.nbytes for e in (pair.target, pair.draft)}
-        models = (pass_weights(pair.target.model) + pass_weights(pair.draft.model)) * (
+        models = (pair.target.model.pass_weights + pair.draft.model.pass_weights) * (
             pair.target.cache.k[0].element_size()
         )
         needed = (profiled + sum(caches.values()) + models) / 2**30

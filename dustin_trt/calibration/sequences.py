@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dustin_trt.calibration.recipe import Prompts, Recipe, Texts, read_text
+from dustin_trt.calibration.recipe import Prompts, Recipe, Texts
 from dustin_trt.calibration.samples import Window
 from dustin_trt.config import ConfigError
 from dustin_trt.evaluation.passkey import PassKeyPrompt, passkey_prompts
 from dustin_trt.evaluation.retrieval import RetrievalPrompt, retrieval_prompts
+from dustin_trt.evaluation.texts import read_text
 
 
 @dataclass(frozen=True)

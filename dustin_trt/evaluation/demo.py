@@ -28,10 +28,8 @@ from dustin_trt.runtime.sampling_params import SamplingParams
 from dustin_trt.runtime.sequence import RequestOutput
 from dustin_trt.runtime.stats import RunStats
 
-SELF_DRAFT = "skip:14,16,17,26"
-"""SmolLM2 without four layers: no smaller model with its tokenizer comes in a package."""
-GAMMA = 2
-"""Such a draft costs almost a full pass, so that long drafts do not pay."""
+WINDOW = 512
+"""History tokens that MagicDec's draft reads."""
 
 # (book, tokens of the prompt): four to tell about, two with a pass key hidden in them.
 TALES = (("hamlet", 2048), ("macbeth", 3072), ("othello", 4096), ("king_lear", 6000))
@@ -53,14 +51,14 @@ def run_demo(
     *,
     dtype: str = "auto",
     max_new_tokens: int = 64,
-    budget: int = 512,
+    budget: int | None = None,
     rounds: int = 3,
     console: Console | None = None,
 ) -> None:
     """Decode six long prompts in four ways; print and write a table and a picture.
 
     Plain; classic speculative decoding; MagicDec, whose draft reads a window of the history only;
-    and Dustin with the same windowed draft, so that the last two differ in verification alone.
+    and Dustin as calibrated. All that draft use the same draft and as many tokens a step.
 
     Parameters
     ----------
@@ -68,7 +66,7 @@ def run_demo(
     dtype : "auto" is bfloat16 where the processor computes with it, else float32; float32 shows
         exactness, bfloat16 rounds differently whenever the number of tokens a pass differs
     max_new_tokens : tokens a prompt
-    budget : k of Dustin
+    budget : k of Dustin; None takes the calibrated one
     rounds : timed rounds; the methods take turns and medians are shown
     """
     console = console or Console()
@@ -81,21 +79,23 @@ def run_demo(
     except OSError as error:
         raise ValueError(f"cannot make the folder {output}: {error.strerror}") from error
     model, books = assets.smollm2(), assets.books()
+    draft, calibrated = assets.smollm2_pair()
     size = len(TALES) + len(PASS_KEYS)
     llm = LLM(
         model,
+        draft,
+        config=calibrated,
+        policy="dustin",
+        budget=budget,
         dtype=dtype,
-        gamma=GAMMA,
-        draft_window=0,
         max_batch_size=size,
         record_selections=True,
     )
-    windowed = {"draft": SELF_DRAFT, "draft_window": budget}
     methods = [
         Method("plain", llm.variant(draft="none", policy="dense")),
-        Method("classic", llm.variant(draft=SELF_DRAFT, policy="dense")),
-        Method(f"MagicDec {budget}", llm.variant(**windowed, policy="dense")),
-        Method(f"Dustin {budget}", llm.variant(**windowed, policy="dustin", budget=budget)),
+        Method("classic", llm.variant(policy="dense", draft_window=0)),
+        Method(f"MagicDec {WINDOW}", llm.variant(policy="dense", draft_window=WINDOW)),
+        Method(f"Dustin {llm.config.budget}", llm),
     ]
     prompts, keys = _prompts(llm.tokenizer, books)
     # Every method decodes as many tokens, so that their times compare; what is shown and judged
@@ -104,8 +104,8 @@ def run_demo(
     lengths = ", ".join(str(len(tokens)) for tokens in prompts)
     console.print(
         f"SmolLM2-135M-Instruct in {dtype}; {size} prompts of {lengths} tokens from Shakespeare, "
-        f"two with a pass key hidden in them; {max_new_tokens} new tokens each. Draft: the model "
-        f"itself without layers {SELF_DRAFT.removeprefix('skip:')}, {GAMMA} tokens a step."
+        f"two with a pass key hidden in them; {max_new_tokens} new tokens each. Draft: three "
+        f"layers distilled from it, {llm.gamma} tokens a step."
     )
     requests: list[Prompt] = [{"prompt_token_ids": tokens} for tokens in prompts]
     prefill_once(llm, requests, sum(map(len, prompts)), console)
@@ -240,8 +240,7 @@ def _table(rows: list[dict[str, Any]], prompts: int, new_tokens: int) -> Table:
             "verification pass reads; scoring: keys read to choose them; both over a full read. "
             "Coverage: share of the history score that was read. Differs from: the earliest new "
             f"token (of {new_tokens}) at which an output departs from the classic one. Dustin is "
-            "lossy; the others differ by rounding only. MagicDec and Dustin draft with "
-            "the same window of the history."
+            "lossy; the others differ by rounding only."
         ),
         caption_justify="left",
     )

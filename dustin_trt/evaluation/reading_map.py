@@ -124,6 +124,9 @@ def _draw_text(axes: Axes, tokenizer: Any, prompt: PassKeyPrompt, share: np.ndar
 
 
 def _printable(text: str) -> str:
-    """Text that a picture can show: one line, no control characters, no formula."""
+    """Text that any font can show: one line of Latin letters and punctuation, no formula."""
     shown = text.replace("\n", "¶").replace("$", r"\$")
-    return "".join(letter if letter.isprintable() else "·" for letter in shown)
+    return "".join(
+        letter if letter.isprintable() and (letter < "\u0250" or letter in "–—‘’“”…") else "?"
+        for letter in shown
+    )

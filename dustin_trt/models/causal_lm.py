@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -13,6 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from dustin_trt.config import ModelSpec
 from dustin_trt.models.decoder_layers import AttentionStep, DecoderLayers, Watch
+
+SHARED_DRAFT = "dustin_draft"
+"""What marks the config.json of a draft that shares its target's embeddings (`shared_draft`)."""
 
 SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -67,13 +71,15 @@ class CausalLM:
     ----------
     model : a model of one of the `SUPPORTED` classes. It is put into evaluation mode, and its
         weights are taken over: its own forward pass may not work afterwards.
+    output_tokens : Tensor `[Vd]` int64, the tokens that the rows of its head stand for, where they
+        are not the whole vocabulary; every other token then has logit -inf
 
     Attributes
     ----------
     spec : ModelSpec
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, output_tokens: Tensor | None = None) -> None:
         config = model.config
         check_supported(config, type(model).__name__)
         self.model = model.eval()
@@ -89,6 +95,7 @@ class CausalLM:
             max_positions=config.max_position_embeddings,
         )
         self.layers = tuple(range(self.spec.num_layers))
+        self.output_tokens = output_tokens
         self._decoder = DecoderLayers.of(model)
 
     @property
@@ -100,6 +107,20 @@ class CausalLM:
     def device(self) -> torch.device:
         """Where the weights are."""
         return self.model.device
+
+    @property
+    def pass_weights(self) -> int:
+        """Weights that a pass multiplies by: those of the layers, and the output rows."""
+        layers: Any = self.model.model.layers
+        inner = sum(p.numel() for number in self.layers for p in layers[number].parameters())
+        tokens = self.output_tokens
+        rows = self.spec.vocab_size if tokens is None else len(tokens)
+        return int(inner + self.spec.hidden_size * rows)
+
+    def output_rows(self, tokens: Tensor | None) -> Tensor:
+        """Rows `[Vd, hidden]` of the output head for `tokens [Vd]`, or the whole of it for None."""
+        head = self._decoder.head_weight()
+        return head if tokens is None else head[tokens].contiguous()
 
     @torch.inference_mode()
     def forward(
@@ -126,8 +147,11 @@ class CausalLM:
         """
         logits = self._decoder.forward(
             tokens, positions, step, self.layers, last_only=last_only, watch=watch
-        )
-        return logits.float()
+        ).float()
+        if self.output_tokens is None:
+            return logits
+        whole = logits.new_full((*logits.shape[:-1], self.spec.vocab_size), float("-inf"))
+        return whole.index_copy_(-1, self.output_tokens, logits)
 
     def without_layers(self, skipped: Iterable[int]) -> CausalLM:
         """The same weights without some layers: a self-draft that can share the cache.
@@ -199,6 +223,11 @@ def load(
             f"supported are {', '.join(SUPPORTED)}"
         ) from error
     check_supported(config, (config.architectures or [type(config).__name__])[0])
+    if hasattr(config, SHARED_DRAFT):
+        raise UnsupportedModelError(
+            f"{path} is a draft that shares its target's embeddings: it runs beside that target, "
+            "as draft, and not alone"
+        )
     try:
         model = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=dtype, **own_code_only

@@ -172,7 +172,8 @@ class DecoderLayers:
         self._layers = [_Layer.of(i, layer) for i, layer in enumerate(inner.layers)]
         self._norm = _Norm(inner.norm)
         head: Any = model.lm_head
-        self._head = Linear(head, keep=head.weight is inner.embed_tokens.weight)
+        self._shared = head.weight is inner.embed_tokens.weight
+        self._head = Linear(head, keep=self._shared)
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> DecoderLayers:
@@ -181,6 +182,12 @@ class DecoderLayers:
             object.__setattr__(model, _ATTRIBUTE, cls(model))
         decoder: DecoderLayers = getattr(model, _ATTRIBUTE)
         return decoder
+
+    def head_weight(self) -> Tensor:
+        """The output head's rows `[V, hidden]`, a copy where it is kept in oneDNN's layout."""
+        if self._shared:
+            return self._embedding.weight.detach()
+        return self._head.weight.to_dense() if self._head.packed else self._head.weight
 
     def forward(
         self,

@@ -64,7 +64,8 @@ class LLM:
     guard : for "dustin", overrides the configuration's: a row whose coverage of the history score
         is below it is verified densely for that step, so that a hard input costs speed and not
         quality; 0 is off, 1 verifies every row densely. Signal "lookahead" scores no history, so
-        that nothing is guarded.
+        that nothing is guarded. A configuration's own guard belongs to its heads and budget:
+        another `budget` or `heads` turns it off.
     signal : for "dustin": "hybrid", "history" or "lookahead"; None is "hybrid", or "history" where
         the draft has no attention to look ahead with or the configuration no heads for it
     join : for "dustin": "split" or "sum", overrides the configuration
@@ -348,6 +349,10 @@ class LLM:
             # m was tuned for the configured budget; another budget keeps its share.
             free = max(0, options["budget"] - config.sink - config.window)
             changes["lookahead"] = round(config.lookahead * free / max(1, config.free))
+        if options["guard"] is None and (
+            options["heads"] == "all" or changes.get("budget", config.budget) != config.budget
+        ):
+            changes["guard"] = None  # a threshold of coverage belongs to its heads and budget
         if options["heads"] == "all":
             changes["target_heads"] = spec.all_heads()
             changes["draft_heads"] = draft_spec.all_heads(layers) if draft_spec else ()

@@ -16,6 +16,7 @@ from dustin_trt.engines.torch_engine import TorchEngine
 from dustin_trt.kv_cache import PagedKVCache
 from dustin_trt.models import causal_lm
 from dustin_trt.models.causal_lm import CausalLM
+from dustin_trt.models.shared_draft import is_shared_draft, load_shared_draft
 
 MAX_GAMMA = 16
 """Longest draft; every slot keeps room for a window of it past its last token."""
@@ -106,6 +107,9 @@ def load_draft(
         raise FileNotFoundError(
             f"draft {str(draft)!r} is neither a folder nor one of skip:LAYERS, lookup, none"
         )
+    # Its tokens are the target's own, whatever text they stand for.
+    if isinstance(draft, str | Path) and is_shared_draft(draft):
+        return Draft("model", load_shared_draft(draft, target), own_cache=True)
     model = load_model(draft, dtype, device)
     if target_tokenizer is not None:
         draft_tokenizer = draft_tokenizer or load_tokenizer(draft)
@@ -118,11 +122,11 @@ def load_draft(
 def load_model(source: str | Path | PreTrainedModel, dtype: Any, device: Any) -> CausalLM:
     """A checkpoint folder, or a model that is loaded already."""
     if isinstance(source, str | Path):
-        return causal_lm.load(source, dtype=_dtype(dtype), device=_device(device))
+        return causal_lm.load(source, dtype=torch_dtype(dtype), device=_device(device))
     return CausalLM(source)
 
 
-def _dtype(name: torch.dtype | str) -> torch.dtype | str:
+def torch_dtype(name: torch.dtype | str) -> torch.dtype | str:
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if isinstance(name, torch.dtype) or name == "auto":
         return name

@@ -18,9 +18,31 @@ from dustin_trt.config import ConfigError, DustinConfig
 from tests import tokenizer
 
 _TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[answer]"
-_WORDS = (
-    "the of and a to in is it he that was for on are with as his they be at one have this".split()
-)
+_WORDS = [
+    "the",
+    "of",
+    "and",
+    "a",
+    "to",
+    "in",
+    "is",
+    "it",
+    "he",
+    "that",
+    "was",
+    "for",
+    "on",
+    "are",
+    "with",
+    "as",
+    "his",
+    "they",
+    "be",
+    "at",
+    "one",
+    "have",
+    "this",
+]
 
 
 def _text(seed: int, words: int = 1200) -> str:

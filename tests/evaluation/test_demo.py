@@ -4,7 +4,9 @@ import pytest
 import torch
 from rich.console import Console
 
+from dustin_trt.config import default_config
 from dustin_trt.evaluation import assets, demo
+from dustin_trt.models.causal_lm import CausalLM
 from tests import tokenizer as tiny_tokenizer
 from tests.evaluation.test_passkey import TEMPLATE, TEXT
 
@@ -21,7 +23,12 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(assets, "books", lambda: {"play": book})
     monkeypatch.setattr(demo, "TALES", (("play", 120), ("play", 200)))
     monkeypatch.setattr(demo, "PASS_KEYS", (("play", 420),))
-    monkeypatch.setattr(demo, "SELF_DRAFT", "skip:1")
+    pair = ("skip:1", tmp_path / "dustin.json")
+    default_config(CausalLM(tiny_tokenizer.model(num_hidden_layers=4)).spec, None).replace(
+        draft_heads=((0, 0), (2, 1)), gamma=2
+    ).save(pair[1])
+    monkeypatch.setattr(assets, "smollm2_pair", lambda: pair)
+    monkeypatch.setattr(demo, "WINDOW", 64)
     with (tmp_path / "printed.txt").open("w", encoding="utf-8") as printed:
         demo.run_demo(
             tmp_path / "out",
@@ -46,7 +53,7 @@ def test_the_table_holds_what_was_measured(run):
         assert (lossless["kv_read_share"], lossless["scoring_share"]) == (1, 0)
     assert (plain["tau"], plain["acceptance_rate"], plain["kv_read_share"]) == (1, None, 1)
     assert plain["speedup_over_plain"] == 1
-    assert 1 <= classic["tau"] <= 1 + demo.GAMMA
+    assert 1 <= classic["tau"] <= 3
     assert dustin["kv_read_share"] < 0.4
     assert dustin["scoring_share"] > 0
     assert 0 < dustin["coverage"] < 1
@@ -69,6 +76,11 @@ def test_what_cannot_run_is_refused_before_the_work(tmp_path, monkeypatch, bad):
     model = tiny_tokenizer.save(tmp_path / "model", num_hidden_layers=4)
     monkeypatch.setattr(assets, "smollm2", lambda: model)
     monkeypatch.setattr(assets, "books", dict)  # no book: any work would fail otherwise
-    monkeypatch.setattr(demo, "SELF_DRAFT", "skip:1")
+    pair = ("skip:1", tmp_path / "dustin.json")
+    default_config(CausalLM(tiny_tokenizer.model(num_hidden_layers=4)).spec, None).replace(
+        draft_heads=((0, 0), (2, 1)), gamma=2
+    ).save(pair[1])
+    monkeypatch.setattr(assets, "smollm2_pair", lambda: pair)
+    monkeypatch.setattr(demo, "WINDOW", 64)
     with pytest.raises(ValueError, match=next(iter(bad))):
         demo.run_demo(tmp_path / "out", **bad)

@@ -221,3 +221,15 @@ def test_coverage_of_a_guarded_step_is_what_it_was_before():
     stats.add_step(**step, read=100, coverage=0.5, guarded=True)
     assert (stats.guarded_steps, stats.kv_read_share, stats.coverage) == (1, 0.65, 0.7)
     assert stats.as_dict()["guarded_steps"] == 1
+
+
+def test_a_calibrated_guard_belongs_to_its_heads_and_budget():
+    config = DustinConfig(
+        target_heads=((0, 0),), draft_heads=((0, 1),), budget=32, sink=1, window=4, guard=0.5
+    )
+    model = llm("good", policy="dustin", config=config)
+    assert model.config.guard == 0.5
+    assert model.variant(budget=32).config.guard == 0.5
+    assert model.variant(budget=40).config.guard is None
+    assert model.variant(heads="all").config.guard is None
+    assert model.variant(heads="all", guard=0.4).config.guard == 0.4

@@ -1,0 +1,45 @@
+"""The curve of acceptance on held-out text as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from dustin_trt.distillation.train import Point
+
+
+def draw_curve(points: Sequence[Point], file: Path, title: str) -> None:
+    """Write a PNG.
+
+    Raises
+    ------
+    ImportError
+        Without matplotlib; says what to install.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "drawing the curve needs matplotlib: pip install 'dustin-trt[calibration]'"
+        ) from error
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    tokens = [point.tokens / 1e6 for point in points]
+    for name, label, colour in (
+        ("agreement", "greedy: same likeliest token", "#0072B2"),
+        ("overlap", "sampling: Σ min(p, q)", "#D55E00"),
+    ):
+        values = [getattr(point, name) for point in points]
+        axes.plot(tokens, values, "o-", markersize=3, color=colour, label=label)
+        axes.annotate(
+            f"{values[-1]:.3f}", (tokens[-1], values[-1]), xytext=(6, 0),
+            textcoords="offset points", va="center", color=colour,
+        )  # fmt: skip
+    axes.set_xlabel("training tokens, millions")
+    axes.set_ylabel("acceptance, teacher-forced, held-out text")
+    axes.set_ylim(0, 1)
+    axes.margins(x=0.08)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper left", frameon=False)
+    axes.set_title(title, fontsize=10, loc="left")
+    figure.savefig(file, dpi=120)
