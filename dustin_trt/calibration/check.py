@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dustin_trt.calibration.pair import Pair
-from dustin_trt.calibration.profile import Tell
+from dustin_trt.calibration.profile import Tell, cache_history
 from dustin_trt.calibration.samples import Samples
 from dustin_trt.calibration.value import (
     Choice,
@@ -97,7 +97,7 @@ def fidelity(
 ) -> dict[tuple[str, int], list[tuple[float, float]]]:
     """Compare the logits of sparse and full verification at each window of one sequence.
 
-    Windows are verified teacher-forced. The target's cache must hold the sequence.
+    Windows are verified teacher-forced, each after a history that was cached densely.
 
     Returns
     -------
@@ -109,7 +109,10 @@ def fidelity(
         (name, budget): [] for name in names for budget in budgets
     }
     chosen = {key: policies.indices(*key) for key in found}
-    for number in reversed(range(len(samples))):  # a window's own tokens overwrite what follows it
+    end = int(samples.lengths[-1]) + policies.choice.gamma + 1
+    cache_history(target, tokens[:end], end, tell)
+    # The last window first: its sparse passes leave keys and values behind that no other may read.
+    for number in reversed(range(len(samples))):
         at = int(samples.lengths[number])
         window = torch.tensor([tokens[at : at + policies.choice.gamma + 1]])
         target.cache.lengths[0] = at

@@ -58,7 +58,7 @@ def head_scores(
     for prompt in prompts:
         tokens = prompt.tokens + prompt.answer[:-1]
         first = len(prompt.tokens) - 1
-        _start(engine, tokens[:first], len(tokens), tell)
+        cache_history(engine, tokens[:first], len(tokens), tell)
         run = engine.verify(_SLOT, torch.tensor([tokens[first:]]), Dense(), heads)
         for t in range(len(prompt.answer)):
             engine.cache.lengths[0] = first + t + 1  # a query sees its own token
@@ -189,7 +189,7 @@ def _by_layer(engine: Engine, queries: Tensor) -> Tensor:
     return torch.cat(layers) / len(queries)
 
 
-def _start(engine: Engine, tokens: list[int], reserve: int, tell: Tell) -> None:
+def cache_history(engine: Engine, tokens: list[int], reserve: int, tell: Tell) -> None:
     """Cache a history in slot 0."""
     engine.cache.release(0)
     engine.cache.reserve(0, reserve)
@@ -213,7 +213,7 @@ def _queries_at_windows(
     first, end = wanted[0], wanted[-1] + 1
     if first < 1 or end > len(tokens):
         raise ValueError(f"windows need tokens 1 to {end}, and {len(tokens)} are there")
-    _start(engine, tokens[:first], end + 1, tell)
+    cache_history(engine, tokens[:first], end + 1, tell)
     found: dict[int, Tensor] = {}
     for start in range(first, end, _PIECE):
         piece = tokens[start : min(start + _PIECE, end)]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 
 from dustin_trt import LLM
 from dustin_trt.calibration.recipe import Recipe
@@ -15,6 +19,7 @@ from dustin_trt.calibration.run import calibrate
 from dustin_trt.calibration.work import CalibrationError, Quiet
 from dustin_trt.cli import main
 from dustin_trt.config import ConfigError, DustinConfig
+from dustin_trt.drafting.tokenizers import TokenizerMismatchError
 from tests import tokenizer
 
 _TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[answer]"
@@ -61,6 +66,8 @@ def place(tmp_path_factory) -> Path:
             folder / name, seed=seed, tokenizer=speaks, num_hidden_layers=layers,
             max_position_embeddings=1024,
         )  # fmt: skip
+    other = tokenizer.make(merges=("h e", "Ġ t"))
+    tokenizer.save(folder / "stranger", tokenizer=other, num_hidden_layers=2)
     for number, name in enumerate(("searched", "asked", "judged", "hidden")):
         (folder / f"{name}.txt").write_text(_text(number), encoding="utf-8")
     (folder / "recipe.yaml").write_text(yaml.safe_dump(_recipe()), encoding="utf-8")
@@ -185,12 +192,14 @@ def test_work_that_is_there_is_not_overwritten(place, calibrated):
         ({"seed": "one"}, "seed"),
         ({"buget": 3}, "buget"),
         ({"texts": {"texts": ["missing.txt"], "context": [200]}}, "missing.txt"),
-        ({"draft": "lookup"}, "no attention|neither a folder"),
+        ({"draft": "lookup"}, "neither a folder"),
+        ({"draft": "stranger"}, "tokenizer differs from the target's"),
         ({"limits": {"memory_gib": 0.0001}}, "limit of 0.0001"),
     ],
 )  # fmt: skip
 def test_bad_recipes_are_refused_in_one_line(place, tmp_path, changes, message):
-    with pytest.raises((ConfigError, FileNotFoundError), match=message) as caught:
+    refusals = (ConfigError, FileNotFoundError, TokenizerMismatchError)
+    with pytest.raises(refusals, match=message) as caught:
         calibrate(_load(place, **changes), tmp_path / "out")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out" / "dustin.json").exists()
@@ -201,3 +210,35 @@ def test_the_time_limit_stops_with_everything_saved(place, calibrated, tmp_path)
         calibrate(_load(place, limits={"minutes": 1e-9}), tmp_path)
     calibrate(_load(place), tmp_path, resume=True)  # limits do not decide results
     assert (tmp_path / "dustin.json").read_bytes() == (calibrated / "dustin.json").read_bytes()
+
+
+def test_a_full_disk_is_said_and_nothing_half_written(place, calibrated, tmp_path, monkeypatch):
+    recipe, write, left = _load(place), np.savez, 2
+
+    def full(stream, **arrays):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            stream.write(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(stream, **arrays)
+
+    monkeypatch.setattr(np, "savez", full)
+    with pytest.raises(CalibrationError, match=r"No space left on device.*make room.*--resume"):
+        calibrate(recipe, tmp_path)
+    assert not list(tmp_path.rglob("*.partial"))
+    assert len(list((tmp_path / "work" / "profile").iterdir())) == 2
+    monkeypatch.undo()
+    calibrate(recipe, tmp_path, resume=True)
+    assert (tmp_path / "dustin.json").read_bytes() == (calibrated / "dustin.json").read_bytes()
+
+
+def test_a_config_is_refused_beside_weights_that_changed(place, calibrated, tmp_path):
+    changed = tmp_path / "draft"
+    shutil.copytree(place / "draft", changed)
+    file = changed / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.up_proj.weight"] *= 1.01
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="other draft weights: layer 1 changed"):
+        LLM(place / "target", changed, config=calibrated / "dustin.json")
