@@ -18,7 +18,7 @@ Role = Literal["target", "draft"]
 
 @dataclass(frozen=True)
 class Step:
-    """One addition: these heads of one KV head, and what the whole choice is worth since."""
+    """What was taken: these heads of one KV head; and what the whole choice is worth since."""
 
     role: Role
     layer: int
@@ -60,10 +60,12 @@ def search_heads(
     min_gain: float,
     tell: Callable[[Step], None] | None = None,
 ) -> list[Step]:
-    """Add the KV head that gains most value per byte, until none gains enough.
+    """Add the KV head that gains most value per byte; when none gains enough, exchange one.
 
     Target heads are chosen for the history signal alone, then draft heads for both signals
-    together, at the join that serves them better.
+    together, at the join that serves them best. An exchange that gains as much as an addition must
+    is taken, and additions go on; without one, the search is over (floating search, Pudil et al.
+    1994).
 
     Parameters
     ----------
@@ -74,38 +76,50 @@ def search_heads(
     limits : KV heads that may be scored, by model
     min_gain : value that a KV head of the target must add; one of the draft in proportion to its
         bytes
-    tell : called after each addition
+    tell : called after each addition or exchange
 
     Returns
     -------
-    Every addition, in order; the last one's choice is the result.
+    Every addition and exchange, in order; the last one's choice is the result.
     """
     steps: list[Step] = []
-    choice = start
-    current: Value | None = None
-    unit = cost.kv_head_bytes("target")
+    choice, total = start, 0.0
     for role in _ROLES:
+        least = min_gain * cost.kv_head_bytes(role) / cost.kv_head_bytes("target")
         groups = _by_kv_head(candidates[role], cost, role)
-        for _ in range(limits[role]):
-            price = cost.kv_head_bytes(role) / unit
-            best = _best_addition(judge, choice, role, groups)
-            if best is None:
-                break
-            key, heads, better, value = best
-            gain = value.total - (current.total if current else 0.0)
-            if gain < min_gain * price:
-                break
-            choice, current = better, value
-            del groups[key]
-            step = Step(role, *key, tuple(head.head for head in heads), choice, value)
-            steps.append(step)
+        chosen: _Groups = {}
+
+        def take(found: _Found, role: Role = role, chosen: _Groups = chosen) -> None:
+            nonlocal choice, total
+            choice, total = found.choice, found.value.total
+            chosen[found.kv_head] = found.heads
+            heads = tuple(head.head for head in found.heads)
+            steps.append(Step(role, *found.kv_head, heads, choice, found.value))
             if tell:
-                tell(step)
+                tell(steps[-1])
+
+        while True:
+            free = {key: heads for key, heads in groups.items() if key not in chosen}
+            best = _best_addition(judge, choice, role, free) if len(chosen) < limits[role] else None
+            if best and best.value.total >= total + least:
+                take(best)
+                continue
+            # What was taken early may serve less well beside what came later.
+            for key, heads in list(chosen.items()):
+                without = _without(choice, role, heads)
+                best = _best_addition(judge, without, role, {**free, key: groups[key]})
+                if best and best.value.total >= total + least:
+                    del chosen[key]
+                    take(best)
+                    break
+            else:
+                break
     return steps
 
 
 _ROLES: tuple[Role, ...] = ("target", "draft")
-_JOINS = (("sum", 0.5), ("split", 0.5))
+# A weak draft's lookahead helps a little of it at a time; which share is best is tuned later.
+_JOINS = (("sum", 0.1), ("sum", 0.25), ("sum", 0.5), ("split", 0.25))
 
 _Groups = dict[tuple[int, int], tuple[Head, ...]]
 
@@ -119,9 +133,24 @@ def _by_kv_head(heads: Sequence[Head], cost: CostModel, role: Role) -> _Groups:
     return groups
 
 
-def _best_addition(
-    judge: Judge, choice: Choice, role: Role, groups: _Groups
-) -> tuple[tuple[int, int], tuple[Head, ...], Choice, Value] | None:
+@dataclass(frozen=True)
+class _Found:
+    """A KV head with its query heads, and the choice with it."""
+
+    kv_head: tuple[int, int]
+    heads: tuple[Head, ...]
+    choice: Choice
+    value: Value
+
+
+def _without(choice: Choice, role: Role, heads: tuple[Head, ...]) -> Choice:
+    name = f"{role}_heads"
+    return choice.replace(
+        **{name: tuple(head for head in getattr(choice, name) if head not in heads)}
+    )
+
+
+def _best_addition(judge: Judge, choice: Choice, role: Role, groups: _Groups) -> _Found | None:
     """The KV head, its query heads and the join that reach the highest value."""
     samples = [*judge.texts, *judge.prompts]
     fixed = [
@@ -131,7 +160,7 @@ def _best_addition(
         )
         for some in samples
     ]
-    best = None
+    best: _Found | None = None
     for key, members in groups.items():
         for count in range(1, len(members) + 1):
             heads = members[:count]
@@ -148,8 +177,8 @@ def _best_addition(
                     **{name: (*getattr(choice, name), *heads)}, join=join, share=share
                 )
                 value = judge.value(tried, scores)
-                if best is None or value.total > best[3].total:
-                    best = (key, heads, tried, value)
+                if best is None or value.total > best.value.total:
+                    best = _Found(key, heads, tried, value)
     return best
 
 

@@ -38,7 +38,7 @@ def draw_curve(points: Sequence[Point], file: Path, title: str) -> None:
     axes.set_xlabel("training tokens, millions")
     axes.set_ylabel("acceptance, teacher-forced, held-out text")
     axes.set_ylim(0, 1)
-    axes.margins(x=0.08)
+    axes.set_xlim(0, 1.12 * max(tokens[-1], 1e-6))
     axes.grid(alpha=0.3)
     axes.legend(loc="upper left", frameon=False)
     axes.set_title(title, fontsize=10, loc="left")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 _SPARE = 1 << 30  # bytes to leave free on the disk
+_SAMPLE = 64  # elements of a weight that tell one target from another
 
 
 class Teacher:
@@ -26,7 +29,11 @@ class Teacher:
     ----------
     target : Hugging Face decoder
     sequences : Tensor `[S, T]` int64
-    folder : where `teacher.bin` lies; one of another size is made anew
+    folder : where `teacher.bin` lies; one of other sequences or of another target is made anew
+
+    Attributes
+    ----------
+    made_with : what the hidden states depend on, as a digest
 
     Raises
     ------
@@ -37,18 +44,17 @@ class Teacher:
     def __init__(self, target: PreTrainedModel, sequences: Tensor, folder: Path) -> None:
         self._inner = target.model
         self._sequences = sequences
+        self.made_with = _digest(target, sequences)
         shape = (*sequences.shape, target.config.hidden_size)
-        size = int(np.prod(shape)) * 2
         states, done = folder / "teacher.bin", folder / "teacher_done.bin"
-        fresh = not (states.exists() and states.stat().st_size == size and done.exists())
-        if fresh and (free := shutil.disk_usage(folder).free) < size + _SPARE:
-            raise OSError(
-                f"the target's hidden states need {size / 2**30:.1f} GiB in {folder} and "
-                f"{free / 2**30:.1f} are free: use fewer texts or another --output"
-            )
-        mode: Any = "w+" if fresh else "r+"
-        self._states = np.memmap(states, dtype=np.int16, mode=mode, shape=shape)
-        self._done = np.memmap(done, dtype=np.uint8, mode=mode, shape=(len(sequences),))
+        note = folder / "teacher.txt"
+        if not (note.exists() and note.read_text(encoding="utf-8") == self.made_with):
+            note.unlink(missing_ok=True)
+            _reserve(states, int(np.prod(shape)) * 2)
+            done.write_bytes(bytes(len(sequences)))
+            note.write_text(self.made_with, encoding="utf-8")  # last: now they are as it says
+        self._states = np.memmap(states, dtype=np.int16, mode="r+", shape=shape)
+        self._done = np.memmap(done, dtype=np.uint8, mode="r+", shape=(len(sequences),))
 
     @torch.no_grad()
     def hidden(self, numbers: Sequence[int]) -> Tensor:
@@ -62,3 +68,33 @@ class Teacher:
             self._done[missing] = 1
         stored = torch.from_numpy(np.asarray(self._states[list(numbers)]))
         return stored.view(torch.bfloat16).to(self._inner.device)
+
+
+def _reserve(file: Path, size: int) -> None:
+    """Make a file of so many bytes, all of them really on the disk.
+
+    A file that is mapped into memory and finds the disk full later kills the process.
+    """
+    file.unlink(missing_ok=True)
+    if (free := shutil.disk_usage(file.parent).free) < size + _SPARE:
+        raise OSError(
+            f"the target's hidden states need {size / 2**30:.1f} GiB in {file.parent} and "
+            f"{free / 2**30:.1f} are free: use fewer texts or another --output"
+        )
+    with file.open("wb") as stream:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(stream.fileno(), 0, size)
+        else:
+            stream.truncate(size)
+
+
+def _digest(target: PreTrainedModel, sequences: Tensor) -> str:
+    """The same for a target in whatever dtype it was loaded, up to bfloat16."""
+    digest = hashlib.sha256(str(tuple(sequences.shape)).encode())
+    digest.update(sequences.numpy().tobytes())
+    weight: Any
+    for weight in target.parameters():
+        flat = weight.detach().flatten()
+        sample = flat[:: max(1, len(flat) // _SAMPLE)].bfloat16().cpu()
+        digest.update(sample.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from dustin_trt.config import ConfigError
 from dustin_trt.distillation.corpus import Corpus, frequent_tokens
 from dustin_trt.distillation.loss import Acceptance, acceptance, distillation_loss
 from dustin_trt.distillation.student import Student
@@ -33,6 +34,11 @@ class Settings:
     hard : weight of the target's likeliest token against its whole distribution
     evaluate_every, checkpoint_every : in steps
     seed : decides the order of the sequences
+
+    Raises
+    ------
+    ConfigError
+        A number that makes no sense; says which.
     """
 
     layers: tuple[int, ...]
@@ -45,6 +51,18 @@ class Settings:
     evaluate_every: int = 50
     checkpoint_every: int = 50
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "evaluate_every", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{_option(name)} {getattr(self, name)} is less than 1")
+        for name in ("vocabulary", "warmup"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{_option(name)} {getattr(self, name)} is less than 0")
+        if not 0 < self.learning_rate < math.inf:
+            raise ConfigError(f"--learning-rate {self.learning_rate} is no number above 0")
+        if not 0 <= self.hard <= 1:
+            raise ConfigError(f"--hard {self.hard} is not between 0 and 1")
 
 
 @dataclass(frozen=True)
@@ -72,10 +90,17 @@ class Training:
     settings : how
     always : tokens that stay in the output vocabulary however rare (ends of turn, digits)
 
+    Attributes
+    ----------
+    step : optimiser steps done
+    curve : what held-out text said so far
+    stopping : set it, from a signal handler for one, to end `run` after the step that is under way,
+        with a checkpoint
+
     Raises
     ------
-    ValueError
-        A checkpoint made with other settings or texts.
+    OSError
+        No room for the target's hidden states.
     """
 
     target: PreTrainedModel
@@ -86,6 +111,7 @@ class Training:
     always: Sequence[int] = ()
     step: int = 0
     curve: list[Point] = field(default_factory=list)
+    stopping: bool = False
 
     def __post_init__(self) -> None:
         target, settings = self.target, self.settings
@@ -112,14 +138,22 @@ class Training:
         return self.work / "checkpoint.pt"
 
     def resume(self) -> bool:
-        """Continue from the checkpoint, where there is one."""
+        """Continue from the checkpoint, where there is one.
+
+        Raises
+        ------
+        ConfigError
+            It was made with other settings, texts, or another target; says what differs.
+        """
         file = self.checkpoint
         if not file.exists():
             return False
-        state = torch.load(file, map_location=self.device, weights_only=True)
-        if state["made_with"] != self._made_with():
-            raise ValueError(
-                f"{file} was made with other settings or texts: use those, or another --output"
+        state = torch.load(file, map_location="cpu", weights_only=True)
+        there, here = state["made_with"], self._made_with()
+        if changed := [name for name in there if there[name] != here.get(name)]:
+            raise ConfigError(
+                f"{file} was made with other settings or texts ({', '.join(changed)}): use those, "
+                "or another --output"
             )
         self.student.load_trained(state["student"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -132,7 +166,7 @@ class Training:
         report: Callable[[Training, float], None] | None = None,
         saved: Callable[[Training], None] | None = None,
     ) -> None:
-        """Train to the last step.
+        """Train to the last step, or until `stopping`.
 
         Parameters
         ----------
@@ -142,22 +176,26 @@ class Training:
         Raises
         ------
         TrainingError
-            A loss that is not finite.
+            A loss or a gradient that is not finite.
+        OSError
+            A checkpoint that cannot be written; the one before stays.
         """
         if not self.curve:
             self._add_point()
-        while self.step < self.settings.steps:
+        done = self.step >= self.settings.steps
+        while not done:
             loss = self._train(self._batch())
             self.step += 1
             last = self.step == self.settings.steps
             if last or self.step % self.settings.evaluate_every == 0:
                 self._add_point()
-            if last or self.step % self.settings.checkpoint_every == 0:
+            if report:
+                report(self, loss)
+            done = last or self.stopping
+            if done or self.step % self.settings.checkpoint_every == 0:
                 self.save()
                 if saved:
                     saved(self)
-            if report:
-                report(self, loss)
 
     def _batch(self) -> list[int]:
         """Numbers of this step's sequences: a function of the step alone, so resuming is exact."""
@@ -178,16 +216,20 @@ class Training:
         divergence, gradient = distillation_loss(
             hidden.detach().flatten(0, 1), teacher, self.student.head, hard=self.settings.hard
         )
-        if not math.isfinite(divergence):
-            raise TrainingError(
-                f"the loss of step {self.step + 1} is {divergence}: start again with a lower "
-                "--learning-rate"
-            )
+        self._check("loss", divergence)
         self.optimizer.zero_grad(set_to_none=True)
         hidden.backward(gradient.view_as(hidden).to(hidden.dtype))
-        torch.nn.utils.clip_grad_norm_(self.student.parameters(), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(self.student.parameters(), 1.0)
+        self._check("gradient", float(norm))  # before it gets into the weights, and they on disk
         self.optimizer.step()
         return divergence
+
+    def _check(self, name: str, value: float) -> None:
+        if not math.isfinite(value):
+            raise TrainingError(
+                f"the {name} of step {self.step + 1} is {value}: start again with a lower "
+                "--learning-rate"
+            )
 
     def evaluate(self) -> Acceptance:
         """Acceptance on the held-out sequences, teacher-forced."""
@@ -233,6 +275,8 @@ class Training:
             **asdict(self.settings),
             "sequences": list(sequences.shape),
             "checksum": int((sequences.flatten() * 31).cumsum(0)[-1] % (1 << 31)),
+            "train": self.teacher.made_with,
+            "held_out": self.judge.made_with,
         }
 
     def save(self) -> None:
@@ -254,3 +298,7 @@ class Training:
             partial.unlink(missing_ok=True)
             raise OSError(f"cannot write {self.checkpoint}: {error}; make room there") from error
         partial.replace(self.checkpoint)
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -190,6 +190,10 @@ class CausalLM:
         return found[0] if found else None
 
 
+# Said outright: without it, transformers asks on the terminal and then runs a checkpoint's code.
+_OWN_CODE_ONLY = {"local_files_only": True, "trust_remote_code": False}
+
+
 def load(
     path: str | Path,
     *,
@@ -207,15 +211,33 @@ def load(
     ValueError
         Damaged weights.
     """
+    return CausalLM(load_checkpoint(path, dtype=dtype, device=device))
+
+
+def load_checkpoint(
+    path: str | Path, *, dtype: torch.dtype | str, device: torch.device | str
+) -> PreTrainedModel:
+    """The same as transformers' own model, which can be trained with."""
+    config = read_config(path)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, **_OWN_CODE_ONLY
+        )
+    except SafetensorError as error:
+        raise ValueError(f"the weights in {path} are damaged: {error}; fetch them again") from error
+    loaded: PreTrainedModel = model.to(device)  # type: ignore[arg-type]  # hidden by its wrapper
+    return loaded
+
+
+def read_config(path: str | Path) -> PretrainedConfig:
+    """The configuration of a checkpoint that can be run by itself; raises what `load` does."""
     path = Path(path)
     if not path.is_dir():
         raise FileNotFoundError(f"there is no model folder {path}")
     if not (path / "config.json").is_file():
         raise FileNotFoundError(f"{path} is no model folder: it has no config.json")
-    # Said outright: without it, transformers asks on the terminal and then runs the code.
-    own_code_only = {"local_files_only": True, "trust_remote_code": False}
     try:
-        config = AutoConfig.from_pretrained(path, **own_code_only)
+        config: PretrainedConfig = AutoConfig.from_pretrained(path, **_OWN_CODE_ONLY)
     except ValueError as error:
         first = str(error).partition("\n")[0]
         raise UnsupportedModelError(
@@ -225,13 +247,7 @@ def load(
     check_supported(config, (config.architectures or [type(config).__name__])[0])
     if hasattr(config, SHARED_DRAFT):
         raise UnsupportedModelError(
-            f"{path} is a draft that shares its target's embeddings: it runs beside that target, "
-            "as draft, and not alone"
+            f"{path} is a draft that shares its target's embeddings and cannot run alone: give it "
+            "as draft (--draft), beside that target"
         )
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, **own_code_only
-        )
-    except SafetensorError as error:
-        raise ValueError(f"the weights in {path} are damaged: {error}; fetch them again") from error
-    return CausalLM(model.to(device))  # type: ignore[arg-type]  # its wrapper hides the signature
+    return config

@@ -39,7 +39,7 @@ def save_shared_draft(
     output_tokens: Tensor | None,
     embeddings: Tensor,
 ) -> None:
-    """Write a draft; `model.safetensors` appears whole or not at all.
+    """Write a draft; `model.safetensors` appears whole or not at all, and an older one stays.
 
     Parameters
     ----------
@@ -48,6 +48,11 @@ def save_shared_draft(
     tensors : "model.layers.0.…" and "model.norm.weight", in the dtype to store
     output_tokens : Tensor `[Vd]` int64, ascending, the tokens it can propose; None for all
     embeddings : Tensor `[V, hidden]`, the target's, of which a sample is remembered
+
+    Raises
+    ------
+    OSError
+        A full disk, for one.
     """
     stored = {name: tensor.contiguous() for name, tensor in tensors.items()}
     if output_tokens is not None:
@@ -55,9 +60,9 @@ def save_shared_draft(
     partial = folder / f"{_TENSORS}.partial"
     try:
         save_file(stored, partial, metadata={"format": "pt"})
-    except (OSError, SafetensorError):
+    except (OSError, SafetensorError) as error:
         partial.unlink(missing_ok=True)
-        raise
+        raise OSError(f"cannot write {folder / _TENSORS}: {error}") from error
     setattr(config, SHARED_DRAFT, {"format": _FORMAT, "embeddings": _sample(embeddings)})
     config.save_pretrained(folder)
     partial.replace(folder / _TENSORS)

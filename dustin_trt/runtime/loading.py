@@ -122,7 +122,7 @@ def load_draft(
 def load_model(source: str | Path | PreTrainedModel, dtype: Any, device: Any) -> CausalLM:
     """A checkpoint folder, or a model that is loaded already."""
     if isinstance(source, str | Path):
-        return causal_lm.load(source, dtype=torch_dtype(dtype), device=_device(device))
+        return causal_lm.load(source, dtype=torch_dtype(dtype), device=torch_device(device))
     return CausalLM(source)
 
 
@@ -135,7 +135,7 @@ def torch_dtype(name: torch.dtype | str) -> torch.dtype | str:
     return known[name]
 
 
-def _device(name: torch.device | str) -> torch.device:
+def torch_device(name: torch.device | str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:

@@ -10,7 +10,7 @@ from dustin_trt.calibration.profile import head_scores, profile
 from dustin_trt.calibration.samples import SCALE, Samples, Window
 from dustin_trt.calibration.search import candidate_heads, search_heads
 from dustin_trt.calibration.value import Choice, Judge
-from dustin_trt.config import Head
+from dustin_trt.config import Head, ModelSpec
 
 from . import planted
 
@@ -96,8 +96,7 @@ def _search(models, samples, scores, candidates, min_gain):
 
 def test_search_finds_exactly_the_planted_heads(models, scores, samples):
     steps = _search(models, samples, scores, candidates=2, min_gain=0.02)
-    found = {Head(s.layer, head) for s in steps if s.role == "target" for head in s.heads}
-    assert found == set(RETRIEVAL)
+    assert set(steps[-1].choice.target_heads) == set(RETRIEVAL)
     recalls = [step.value.recall for step in steps]
     assert recalls[0] < 0.9 < recalls[1]  # one of them finds half of the answer
     # The draft's head sees nothing that they do not: it is not worth its bytes.
@@ -108,7 +107,8 @@ def test_search_stops_at_its_limits_and_never_loses_value(models, scores, sample
     steps = _search(models, samples, scores, candidates=8, min_gain=1e-9)
     values = [step.value.total for step in steps]
     assert values == sorted(values)
-    assert sum(step.role == "target" for step in steps) <= 6
+    target = models.target.spec
+    assert all(target.num_kv_heads_of(step.choice.target_heads) <= 6 for step in steps)
     expensive = _search(models, samples, scores, candidates=8, min_gain=10.0)
     assert expensive == []
 
@@ -148,3 +148,52 @@ def test_windows_of_one_profile_do_not_disturb_each_other(models, samples):
         for name in ("truth", "ages", "history", "lookahead", "accepted"):
             one, among = getattr(alone, name)[0], getattr(samples[0], name)[number]
             torch.testing.assert_close(one, among[..., : one.shape[-1]] if one.ndim else among)
+
+
+def _random_samples(seed: int) -> Samples:
+    """One window of 16 tokens and six heads, each with a KV head of its own."""
+    chance = torch.Generator().manual_seed(seed)
+    scores = torch.rand(7, 16, generator=chance).pow(4)
+    scores /= scores.sum(1, keepdim=True)
+    return Samples(
+        lengths=torch.tensor([16], dtype=torch.int32),
+        span=torch.zeros(1, 16, dtype=torch.bool),
+        truth=scores[None, :1],
+        by_layer=torch.empty(1, 0, 16),
+        history=(scores[1:] * SCALE).half()[None],
+        ages=torch.empty(1, 4, 16),
+        lookahead=torch.empty(1, 0, 0, 16),
+        lookahead_all=torch.empty(1, 0, 16),
+        accepted=torch.zeros(1, dtype=torch.int32),
+        target_heads=tuple(Head(layer, 0) for layer in range(6)),
+        draft_heads=(),
+    )
+
+
+def test_exchanges_improve_on_additions_alone():
+    """On random heads: never worse than adding greedily, and now and then better."""
+    spec = ModelSpec("LlamaForCausalLM", 6, 1, 1, 8, 8, 10, 64)
+    bare = Choice(sink=0, window=0, gamma=0)
+    better = 0
+    for seed in range(25):
+        some = _random_samples(seed)
+        judge = Judge([some], (4,), 0.0)
+        steps = search_heads(
+            judge, CostModel(spec, spec, 10, 1, 4, 1, 100, 0), bare,
+            {"target": some.target_heads, "draft": ()}, {"target": 3, "draft": 0}, min_gain=1e-6,
+        )  # fmt: skip
+        totals = [step.value.total for step in steps]
+        assert totals == sorted(totals)
+        heads, best = (), 0.0
+        for _ in range(3):
+            tried = {
+                (*heads, head): judge.value(bare.replace(target_heads=(*heads, head))).total
+                for head in some.target_heads if head not in heads
+            }  # fmt: skip
+            after = max(tried, key=lambda key: tried[key])
+            if tried[after] < best + 1e-6:
+                break
+            heads, best = after, tried[after]
+        assert totals[-1] >= best - 1e-9
+        better += totals[-1] > best + 1e-6
+    assert better
