@@ -25,22 +25,22 @@ def answer_pass_keys(
     progress: Progress,
     tell: Callable[[int], None],
 ) -> dict[str, Any]:
-    """How many keys each way to verify finds, by budget; the guard is off.
+    """How many keys each way to verify finds (see `check.Policies`), by budget; the guard is off.
 
     The first token of an answer comes from the dense prefill in every way; the other digits come
     from verification.
     """
     part = recipe.check.pass_keys
     assert part is not None
+    both = config.replace(join="sum", lookahead_weight=0.5, lookahead=None)
+    ahead = {"heads": "all"} if not config.draft_heads else {}
     ways: dict[str, dict[str, Any]] = {
         CHOSEN: {},
         HISTORY: {"signal": "history"},
-        LOOKAHEAD: {"signal": "lookahead"},
-        ALL: {"heads": "all", "signal": "hybrid"},
+        LOOKAHEAD: {"signal": "lookahead", **ahead},
+        ALL: {"heads": "all", "signal": "hybrid", "config": both},
         STREAMING: {"policy": "streaming"},
     }
-    if not config.draft_heads:
-        del ways[LOOKAHEAD]
     budgets = recipe.check.answer_budgets
     progress.begin("pass keys", part.count * (part.length + _RUN * (1 + len(budgets) * len(ways))))
     done: dict[Any, int] = {}

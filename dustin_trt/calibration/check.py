@@ -33,7 +33,11 @@ POLICIES = (ORACLE, CHOSEN, HISTORY, LOOKAHEAD, ALL, ALL_HISTORY, ALL_LOOKAHEAD,
 
 @dataclass(frozen=True)
 class Policies:
-    """Ways to choose the tokens of some samples, all at the same sink, window and Γ."""
+    """Ways to choose the tokens of some samples, all at the same sink, window and Γ.
+
+    "lookahead" is by the chosen draft heads, or, where none was worth its bytes, by all of them;
+    "all heads" sums both signals, half each.
+    """
 
     samples: Samples
     choice: Choice
@@ -47,7 +51,7 @@ class Policies:
         return {
             CHOSEN: (history, ahead),
             HISTORY: (history, None),
-            LOOKAHEAD: (None, ahead),
+            LOOKAHEAD: (None, every_ahead if ahead is None else ahead),
             ALL: (every, every_ahead),
             ALL_HISTORY: (every, None),
             ALL_LOOKAHEAD: (None, every_ahead),
@@ -60,7 +64,8 @@ class Policies:
             truth = self.samples.truth[:, : self.choice.gamma + 1].mean(1)
             bare = self.choice.replace(sink=0, window=0)
             return select(truth, None, self.samples.lengths, bare, budget)
-        return select(*self.signals(policy), self.samples.lengths, self.choice, budget)
+        choice = self.choice.replace(join="sum", share=0.5) if policy == ALL else self.choice
+        return select(*self.signals(policy), self.samples.lengths, choice, budget)
 
     def arr(self, policy: str, budget: int) -> Tensor:
         """Windowed attention recovery rate `[S]`."""

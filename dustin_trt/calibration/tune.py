@@ -94,13 +94,13 @@ def tune(
             if number < len(firsts):
                 params = firsts[number]
             else:
-                trial = study.ask(_space(search))
+                trial = study.ask(_space(search, start))
                 params = trial.params
             trials.append(assess(_choice(start, params), number))
             values = [trials[-1].fidelity, trials[-1].speed]
             if number < len(firsts):
                 study.add_trial(
-                    create_trial(params=params, distributions=_space(search), values=values)
+                    create_trial(params=params, distributions=_space(search, start), values=values)
                 )
             else:
                 study.tell(trial, values)
@@ -120,8 +120,12 @@ def settle_join(judge: Judge, choice: Choice, steps: int = 16) -> list[tuple[Cho
     """Both joins at every share from nothing to all of the lookahead, other numbers as they are.
 
     A sampler seldom proposes exactly one signal alone; this does, so that the join that comes out
-    is never worse than either on what it was searched on.
+    is never worse than either on what it was searched on. Without draft heads there is nothing to
+    join.
     """
+    if not choice.draft_heads:
+        alone = choice.replace(join="sum", share=0.0)
+        return [(alone, judge.value(alone))]
     tried = [
         choice.replace(join=join, share=number / steps)
         for join in ("sum", "split")
@@ -144,10 +148,13 @@ def pareto_front(trials: list[Trial]) -> set[int]:
     }
 
 
-def _space(search: Search) -> dict[str, BaseDistribution]:
-    return {
+def _space(search: Search, start: Choice) -> dict[str, BaseDistribution]:
+    both: dict[str, BaseDistribution] = {
         "join": CategoricalDistribution(("sum", "split")),
         "share": FloatDistribution(0, 1),
+    }
+    return {
+        **(both if start.draft_heads else {}),
         "sink": CategoricalDistribution(search.sinks),
         "window": CategoricalDistribution(search.windows),
         "gamma": IntDistribution(1, search.max_gamma),
@@ -157,7 +164,7 @@ def _space(search: Search) -> dict[str, BaseDistribution]:
 def _firsts(start: Choice, search: Search) -> list[dict[str, Any]]:
     """What to try before the sampler proposes: the start at every Γ."""
     near = {
-        "join": start.join, "share": start.share,
+        **({"join": start.join, "share": start.share} if start.draft_heads else {}),
         "sink": _nearest(search.sinks, start.sink),
         "window": _nearest(search.windows, start.window),
     }  # fmt: skip

@@ -50,7 +50,8 @@ def make_corpus(
     Raises
     ------
     ValueError
-        When the texts together do not fill one sequence, or a share needs a missing chat template.
+        When the texts together do not fill one sequence, or a share needs a missing chat template,
+        longer sequences or longer texts.
     """
     pieces: list[list[int]] = []
     texts = list(texts)
@@ -74,19 +75,31 @@ def make_corpus(
 def _retrieval(
     tokenizer: Any, texts: Sequence[str], *, context: int, count: int, seed: int
 ) -> list[list[int]]:
-    pieces = []
+    """`count` prompts of `context` tokens with their answers, spread over the texts."""
+    pieces: list[list[int]] = []
     room = context - len(_answer(tokenizer, "00000"))
     for number, text in enumerate(texts):
-        share = count // len(texts) + (number < count % len(texts))
+        left = count - len(pieces)
+        share = -(-left // (len(texts) - number))  # what a short text cannot give, the others do
         if not share:
-            continue
+            break
         try:
             prompts = passkey_prompts(
                 tokenizer, text, length=room, count=share, seed=seed * 1009 + number
             )
-        except ValueError:  # a text shorter than one sequence
+        except ValueError:  # shorter than one prompt
             continue
         pieces += [p.tokens + _answer(tokenizer, p.key) for p in prompts]
+    if any(len(piece) != context for piece in pieces):
+        raise ValueError(
+            f"a retrieval prompt does not fit into {context} tokens: give a larger --context, or "
+            "--retrieval-share 0"
+        )
+    if not pieces:
+        raise ValueError(
+            f"no text is long enough to hide a pass key in {context} tokens of it: give longer "
+            "texts, or --retrieval-share 0"
+        )
     return pieces
 
 

@@ -99,6 +99,8 @@ class Training:
 
     Raises
     ------
+    ConfigError
+        A target in float16, in which gradients vanish.
     OSError
         No room for the target's hidden states.
     """
@@ -115,6 +117,8 @@ class Training:
 
     def __post_init__(self) -> None:
         target, settings = self.target, self.settings
+        if target.dtype == torch.float16:
+            raise ConfigError("float16 is too narrow to train in: use --dtype bfloat16 or float32")
         self.device = target.device
         vocab_size = target.config.vocab_size
         tokens = frequent_tokens(
@@ -150,10 +154,13 @@ class Training:
             return False
         state = torch.load(file, map_location="cpu", weights_only=True)
         there, here = state["made_with"], self._made_with()
-        if changed := [name for name in there if there[name] != here.get(name)]:
+        changed = [name for name in there if there[name] != here.get(name)]
+        if words := dict.fromkeys(
+            _option(name) if hasattr(self.settings, name) else "texts or target" for name in changed
+        ):
             raise ConfigError(
-                f"{file} was made with other settings or texts ({', '.join(changed)}): use those, "
-                "or another --output"
+                f"{file} was made with another {', '.join(words)}: use the same, or another "
+                "--output"
             )
         self.student.load_trained(state["student"])
         self.optimizer.load_state_dict(state["optimizer"])

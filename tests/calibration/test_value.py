@@ -192,3 +192,13 @@ def test_guard_threshold_leaves_a_share_below():
     assert guard_threshold(coverage, 0.4) == pytest.approx(0.7, abs=1e-4)
     for share in (0.0, 0.2, 0.4, 1.0):
         assert int((coverage < guard_threshold(coverage, share)).sum()) <= share * 5
+
+
+def test_without_draft_heads_there_is_nothing_to_join(tmp_path):
+    alone = BOTH.replace(draft_heads=())
+    judge = Judge([TEXT, PROMPT], (2,), 1.0)
+    assert settle_join(judge, alone) == [(alone.replace(join="sum", share=0.0), judge.value(alone))]
+    cost = CostModel(_spec(3, 2, 4), _spec(1, 1, 8), 1000, 100, 2, 2, 50, 0)
+    search = Search(trials=6, max_gamma=1, sinks=(0, 1), windows=(0, 1))
+    trials = tune(judge, cost, alone, search, {1: 1.5}, budget=2, storage=tmp_path / "a.db", seed=0)
+    assert {(trial.choice.join, trial.choice.share) for trial in trials} == {("sum", 0.5)}

@@ -190,7 +190,7 @@ def test_a_killed_training_goes_on_to_the_same_weights(target, corpora, tmp_path
         assert torch.equal(tensor, resumed.student.trained()[name]), name
     assert resumed.curve == whole.curve
     other = _training(target, corpora, tmp_path / "killed", hard=0.1)
-    with pytest.raises(ValueError, match="other settings or texts"):
+    with pytest.raises(ValueError, match="made with another --hard: use the same"):
         other.resume()
 
 
