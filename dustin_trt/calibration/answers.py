@@ -10,10 +10,12 @@ from dustin_trt.calibration.recipe import Recipe
 from dustin_trt.calibration.sequences import pass_keys
 from dustin_trt.calibration.work import Progress
 from dustin_trt.config import DustinConfig
+from dustin_trt.evaluation.passkey import PassKeyPrompt
 from dustin_trt.runtime.llm import LLM
 from dustin_trt.runtime.sampling_params import SamplingParams
 
 _NEW_TOKENS = 8
+_ROWS = 8  # prompts at a time: their caches are what this step takes of memory
 _RUN = 40  # what answering one prompt in one way costs, in tokens of prefill
 
 
@@ -51,23 +53,25 @@ def answer_pass_keys(
 
     llm = LLM(
         target, draft, config=config, policy="dense", guard=0,
-        dtype=recipe.dtype, device=recipe.device, max_batch_size=part.count,
+        dtype=recipe.dtype, device=recipe.device, max_batch_size=min(_ROWS, part.count),
         max_model_len=part.length + 2 * _NEW_TOKENS, on_prefill=on_prefill,
     )  # fmt: skip
     prompts = pass_keys(llm.tokenizer, part, recipe.seed)
-    asked: list[Any] = [{"prompt_token_ids": prompt.tokens} for prompt in prompts]
+    full = 0
+    counts = {name: dict.fromkeys(map(str, budgets), 0) for name in ways}
+    for first in range(0, len(prompts), _ROWS):
+        some = prompts[first : first + _ROWS]
+        asked: list[Any] = [{"prompt_token_ids": prompt.tokens} for prompt in some]
 
-    def found(one: LLM) -> int:
-        outputs = one.generate(asked, SamplingParams(max_tokens=_NEW_TOKENS))
-        tell(_RUN * part.count)
-        return sum(p.found_in(o.text) for p, o in zip(prompts, outputs, strict=True))
+        def found(one: LLM, some: list[PassKeyPrompt] = some, asked: list[Any] = asked) -> int:
+            outputs = one.generate(asked, SamplingParams(max_tokens=_NEW_TOKENS))
+            tell(_RUN * len(some))
+            return sum(p.found_in(o.text) for p, o in zip(some, outputs, strict=True))
 
-    full = found(llm)
-    counts = {
-        name: {
-            str(budget): found(llm.variant(**{"policy": "dustin", "budget": budget, **options}))
-            for budget in budgets
-        }
-        for name, options in ways.items()
-    }
+        done.clear()
+        full += found(llm)
+        for name, options in ways.items():
+            for budget in budgets:
+                way = {"policy": "dustin", "budget": budget, **options}
+                counts[name][str(budget)] += found(llm.variant(**way))
     return {"length": part.length, "count": part.count, "full": full, "found": counts}

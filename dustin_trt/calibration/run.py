@@ -100,6 +100,8 @@ class _Calibration:
         checked = self._check(judged, choice, threshold)
         config = configuration(recipe, choice, checked, threshold, self.pair, self.weights)
         cost = self.cost
+        # What comes loads both models again, with caches for several prompts.
+        del judge, samples, self.pair
         checked["pass_keys"] = self._pass_keys(config)
         results = {
             "head_scores": scores,

@@ -23,8 +23,9 @@ examples:
   dustin-trt generate --target … --draft draft --input prompts.jsonl --output out.jsonl
 
   --output gets the draft, distill.json (how it was made), acceptance.png, and work/, from which a
-  run that was stopped goes on with --resume; work/ may be deleted afterwards. The draft is complete
-  after every checkpoint.
+  run that was stopped or killed goes on with --resume to the same weights; work/ may be deleted
+  afterwards. The draft is complete after every checkpoint. Ctrl-C ends the run after the step that
+  is under way, with a checkpoint; a second one stops at once.
 
 exit code: 0 done, 2 could not start or go on, 130 Ctrl-C
 """
@@ -61,10 +62,24 @@ def add_distill(commands: Any) -> argparse.ArgumentParser:
         metavar="N",
         help="tokens it can propose, the most frequent of the texts; 0 means all (default 8192)",
     )
-    add("--dtype", default="auto", help="the target's: auto (default), float32, bfloat16, float16")
-    add("--save-dtype", default="bfloat16", help="the draft's weights (default bfloat16)")
-    add("--device", default="cpu", help="cpu (default), cuda, cuda:1, …")
-    add("--licence", metavar="TEXT", help="of the draft, noted in distill.json")
+    add(
+        "--dtype",
+        default="auto",
+        metavar="DTYPE",
+        help="the target's, and of products: auto (the checkpoint's, default), float32, bfloat16",
+    )
+    add(
+        "--save-dtype",
+        default="bfloat16",
+        metavar="DTYPE",
+        help="the draft's weights on disk (default bfloat16)",
+    )
+    add("--device", default="cpu", metavar="DEVICE", help="cpu (default), cuda, cuda:1, …")
+    add(
+        "--licence",
+        metavar="TEXT",
+        help="of the draft, noted in distill.json (default: what the target's folder says)",
+    )
 
     add = command.add_argument_group("texts").add_argument
     add("--text", required=True, nargs="+", metavar="TEXT", help="what to train on")

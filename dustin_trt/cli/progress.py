@@ -94,7 +94,7 @@ def _state(summary: BatchSummary) -> list[str]:
     if summary.prefill is not None:
         parts.insert(0, "reading a prompt, {} of {} tokens".format(*summary.prefill))
     if (left := _seconds_left(summary)) is not None:
-        parts.append(f"{_duration(left)} left")
+        parts.append(f"{duration(left)} left")
     return parts
 
 
@@ -115,7 +115,8 @@ def _seconds_left(summary: BatchSummary) -> float | None:
     return summary.seconds / finished * (summary.total - summary.finished)
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Like "1 h 05 min", "2 min 03 s", "4 s"."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

@@ -119,7 +119,7 @@ def frequent_tokens(corpus: Corpus, size: int, vocab_size: int, always: Iterable
     Tensor `[min(size, vocab_size)]` int64
     """
     counts = Counter(corpus.sequences.flatten().tolist())
-    kept = dict.fromkeys(always)
+    kept = dict.fromkeys(token for token in always if token < vocab_size)
     ranked = sorted(range(vocab_size), key=lambda token: (-counts[token], token))
     for token in ranked:
         if len(kept) >= size:

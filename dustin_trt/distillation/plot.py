@@ -25,15 +25,16 @@ def draw_curve(points: Sequence[Point], file: Path, title: str) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     tokens = [point.tokens / 1e6 for point in points]
-    for name, label, colour in (
-        ("agreement", "greedy: same likeliest token", "#0072B2"),
-        ("overlap", "sampling: Σ min(p, q)", "#D55E00"),
+    greedy_above = points[-1].agreement > points[-1].overlap
+    for name, label, colour, above in (
+        ("agreement", "greedy: same likeliest token", "#0072B2", greedy_above),
+        ("overlap", "sampling: Σ min(p, q)", "#D55E00", not greedy_above),
     ):
         values = [getattr(point, name) for point in points]
-        axes.plot(tokens, values, "o-", markersize=3, color=colour, label=label)
+        axes.plot(tokens, values, "o-", markersize=3, color=colour, label=label, clip_on=False)
         axes.annotate(
-            f"{values[-1]:.3f}", (tokens[-1], values[-1]), xytext=(6, 0),
-            textcoords="offset points", va="center", color=colour,
+            f"{values[-1]:.3f}", (tokens[-1], values[-1]), xytext=(6, 2 if above else -2),
+            textcoords="offset points", va="bottom" if above else "top", color=colour,
         )  # fmt: skip
     axes.set_xlabel("training tokens, millions")
     axes.set_ylabel("acceptance, teacher-forced, held-out text")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-_SPARE = 1 << 30  # bytes to leave free on the disk
+_SPARE = 1 << 30  # bytes to leave free on the disk: checkpoints, and others' needs
 _SAMPLE = 64  # elements of a weight that tell one target from another
 
 
@@ -78,8 +78,8 @@ def _reserve(file: Path, size: int) -> None:
     file.unlink(missing_ok=True)
     if (free := shutil.disk_usage(file.parent).free) < size + _SPARE:
         raise OSError(
-            f"the target's hidden states need {size / 2**30:.1f} GiB in {file.parent} and "
-            f"{free / 2**30:.1f} are free: use fewer texts or another --output"
+            f"the target's hidden states and checkpoints need {(size + _SPARE) / 2**30:.1f} GiB in "
+            f"{file.parent} and {free / 2**30:.1f} are free: use fewer texts or another --output"
         )
     with file.open("wb") as stream:
         if hasattr(os, "posix_fallocate"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -99,8 +100,6 @@ class Training:
 
     Raises
     ------
-    ConfigError
-        A target in float16, in which gradients vanish.
     OSError
         No room for the target's hidden states.
     """
@@ -117,8 +116,6 @@ class Training:
 
     def __post_init__(self) -> None:
         target, settings = self.target, self.settings
-        if target.dtype == torch.float16:
-            raise ConfigError("float16 is too narrow to train in: use --dtype bfloat16 or float32")
         self.device = target.device
         vocab_size = target.config.vocab_size
         tokens = frequent_tokens(
@@ -301,9 +298,13 @@ class Training:
                 torch.save(state, stream)
                 stream.flush()
                 os.fsync(stream.fileno())
-        except (OSError, RuntimeError) as error:  # torch turns some write errors into the latter
+        except (OSError, RuntimeError) as error:  # torch turns write errors into the latter
+            free = shutil.disk_usage(self.work).free / 2**30
             partial.unlink(missing_ok=True)
-            raise OSError(f"cannot write {self.checkpoint}: {error}; make room there") from error
+            raise OSError(
+                f"cannot write {self.checkpoint} ({error}; {free:.1f} GiB free there): make room "
+                "and go on with --resume"
+            ) from error
         partial.replace(self.checkpoint)
 
 

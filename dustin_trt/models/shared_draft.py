@@ -65,6 +65,7 @@ def save_shared_draft(
         raise OSError(f"cannot write {folder / _TENSORS}: {error}") from error
     setattr(config, SHARED_DRAFT, {"format": _FORMAT, "embeddings": _sample(embeddings)})
     config.save_pretrained(folder)
+    partial.chmod((folder / "config.json").stat().st_mode)  # safetensors lets nobody else read it
     partial.replace(folder / _TENSORS)
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import errno
 import random
+from typing import NamedTuple
 
 import pytest
 import torch
 
+from dustin_trt.distillation import teacher as teacher_module
+from dustin_trt.distillation import train
 from dustin_trt.distillation.corpus import Corpus, frequent_tokens, make_corpus
 from dustin_trt.distillation.loss import acceptance, distillation_loss
 from dustin_trt.distillation.run import always_kept, spread
@@ -16,6 +19,13 @@ from dustin_trt.distillation.student import Student, cut_config
 from dustin_trt.distillation.teacher import Teacher
 from dustin_trt.distillation.train import Settings, Training, TrainingError
 from tests import tiny, tokenizer
+
+
+class Free(NamedTuple):
+    """Of `shutil.disk_usage`, what is looked at."""
+
+    free: int
+
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[answer]"
 
@@ -75,6 +85,14 @@ def test_retrieval_prompts_carry_their_answer():
         key = told[-6:-1]
         assert key.isdigit() and told.endswith(f"The pass key is {key}.")
         assert told.count(key) == 3
+    # What short texts cannot give, long ones do.
+    uneven = make_corpus(speaks, ["of the", text], context=400, retrieval_share=0.5, seed=0)
+    assert len(uneven) == len(mixed)
+    with pytest.raises(ValueError, match="does not fit into 64 tokens"):
+        make_corpus(speaks, [text], context=64, retrieval_share=0.5, seed=0)
+    with pytest.raises(ValueError, match="no text is long enough"):
+        # Enough tokens for a sequence, but most of them are white space, which haystacks lose.
+        make_corpus(speaks, ["\n\n\n\n" * 400], context=400, retrieval_share=0.5, seed=0)
 
 
 def test_frequent_tokens():
@@ -84,6 +102,8 @@ def test_frequent_tokens():
     assert frequent_tokens(corpus, 2, 12, (11,)).tolist() == [5, 11]
     assert frequent_tokens(corpus, 5, 12, ()).tolist() == [0, 1, 5, 7, 9]
     assert frequent_tokens(corpus, 99, 12, ()).tolist() == list(range(12))
+    # A tokenizer can have tokens that its model has no rows for.
+    assert frequent_tokens(corpus, 2, 12, (11, 12)).tolist() == [5, 11]
 
 
 def test_order_is_a_shuffle_by_seed_and_epoch():
@@ -156,6 +176,26 @@ def test_the_teacher_is_asked_once(target, corpora, tmp_path, monkeypatch):
     assert torch.equal(again.hidden([1, 4]), expected.flip(0))
 
 
+def test_what_was_said_of_other_texts_or_by_another_target_is_not_used(target, corpora, tmp_path):
+    sequences = corpora[0].sequences
+    Teacher(target, sequences, tmp_path).hidden([0])
+    others = sequences.flip(0)
+    for model, tokens in ((target, others), (tiny.make("llama", 1, num_hidden_layers=3), others)):
+        expected = model.model(tokens[[0]]).last_hidden_state.bfloat16()
+        assert torch.equal(Teacher(model, tokens, tmp_path).hidden([0]), expected)
+    # A target in another dtype is the same target.
+    low = copy.deepcopy(target).to(torch.bfloat16)
+    assert Teacher(low, others, tmp_path).made_with == Teacher(target, others, tmp_path).made_with
+
+
+def test_room_for_the_targets_hidden_states_is_asked_for_first(
+    target, corpora, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(teacher_module.shutil, "disk_usage", lambda folder: Free(1 << 20))
+    with pytest.raises(OSError, match=r"hidden states .* need .* GiB .*fewer texts"):
+        Teacher(target, corpora[0].sequences, tmp_path)
+
+
 def test_training_learns(target, corpora, tmp_path):
     # A random target says nothing that carries over to other texts: it is judged on the same.
     same = corpora[0], corpora[0]
@@ -192,6 +232,27 @@ def test_a_killed_training_goes_on_to_the_same_weights(target, corpora, tmp_path
     other = _training(target, corpora, tmp_path / "killed", hard=0.1)
     with pytest.raises(ValueError, match="made with another --hard: use the same"):
         other.resume()
+    reversed_texts = Corpus(corpora[0].sequences.flip(0)), corpora[1]
+    with pytest.raises(ValueError, match="made with another texts or target"):
+        _training(target, reversed_texts, tmp_path / "killed").resume()
+
+
+def test_a_training_that_is_stopped_ends_with_a_checkpoint(target, corpora, tmp_path):
+    whole = _training(target, corpora, tmp_path / "whole")
+    whole.run()
+    stopped, saved = _training(target, corpora, tmp_path / "stopped"), []
+
+    def stop(now, loss):
+        now.stopping = now.step == 2
+
+    stopped.run(stop, lambda now: saved.append(now.step))
+    assert stopped.step == 2 and saved == [2]
+    resumed = _training(target, corpora, tmp_path / "stopped")
+    assert resumed.resume() and resumed.step == 2
+    resumed.run()
+    for name, tensor in whole.student.trained().items():
+        assert torch.equal(tensor, resumed.student.trained()[name]), name
+    assert resumed.curve == whole.curve
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(target, corpora, tmp_path, monkeypatch):
@@ -215,5 +276,29 @@ def test_a_loss_that_is_not_finite_stops(target, corpora, tmp_path):
     training = _training(broken, corpora, tmp_path)
     with torch.no_grad():
         training.student.inner.norm.weight.fill_(float("nan"))
-    with pytest.raises(TrainingError, match="lower --learning-rate"):
+    with pytest.raises(TrainingError, match=r"loss of step 1 is nan.*lower --learning-rate"):
         training.run()
+
+
+def test_a_gradient_that_is_not_finite_stops_before_the_weights(
+    target, corpora, tmp_path, monkeypatch
+):
+    training = _training(target, corpora, tmp_path)
+    before = {name: tensor.clone() for name, tensor in training.student.trained().items()}
+    monkeypatch.setattr(
+        train, "distillation_loss", lambda student, *_, **__: (1.0, student * float("inf"))
+    )
+    with pytest.raises(TrainingError, match="gradient of step 1 is nan"):
+        training.run()
+    assert all(torch.equal(before[n], t) for n, t in training.student.trained().items())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("steps", 0), ("batch", 0), ("evaluate_every", 0), ("checkpoint_every", -1),
+     ("vocabulary", -1), ("warmup", -1), ("learning_rate", 0.0), ("learning_rate", float("nan")),
+     ("hard", 1.5)],
+)  # fmt: skip
+def test_settings_that_make_no_sense_are_named(field, value):
+    with pytest.raises(ValueError, match=f"--{field.replace('_', '-')} "):
+        Settings(**{"layers": (0,), field: value})

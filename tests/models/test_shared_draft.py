@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,11 +13,11 @@ from dustin_trt import LLM, SamplingParams
 from dustin_trt.distillation.student import Student
 from dustin_trt.engines.base import Dense
 from dustin_trt.engines.torch_engine import TorchEngine
-from dustin_trt.models import causal_lm
+from dustin_trt.models import causal_lm, decoder_layers
 from dustin_trt.models.causal_lm import CausalLM, UnsupportedModelError
 from dustin_trt.models.shared_draft import load_shared_draft, save_shared_draft
 from dustin_trt.runtime.loading import make_cache
-from tests import tiny
+from tests import test_sampling, tiny
 
 TOKENS = torch.tensor([0, 3, 5, 8, *range(20, 140)])
 FAMILIES = ["llama", "llama-tied-bias", "qwen2-tied", "qwen3-head_dim", "mistral"]
@@ -73,6 +74,8 @@ def test_it_says_what_the_student_said(family, tmp_path):
     )  # fmt: skip
     assert draft.model.model.embed_tokens is target.model.model.embed_tokens
     assert draft.pass_weights < target.pass_weights
+    modes = {(folder / name).stat().st_mode for name in ("config.json", "model.safetensors")}
+    assert len(modes) == 1  # who may read the one may read the other
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied-bias"])
@@ -88,7 +91,51 @@ def test_greedy_decoding_with_it_is_the_targets_own(family, trimmed, tmp_path):
     assert sum(output.stats.drafted for output in outputs) > 0
 
 
-@pytest.mark.parametrize("temperature", [0.05, 1.0, 50.0])
+def test_sampling_with_it_is_distributed_as_the_target(tmp_path):
+    changes = {**test_sampling.TINY, "num_hidden_layers": 2}
+    student = Student(tiny.make(**changes), (1,), torch.tensor([0, 2, 3, 5]))
+    save_shared_draft(
+        tmp_path, student.config, {f"model.{n}": t for n, t in student.trained().items()},
+        student.output_tokens, student.inner.embed_tokens.weight,
+    )  # fmt: skip
+    llm = LLM(
+        tiny.make(**changes), tmp_path, policy="dense", gamma=2, max_batch_size=500,
+        max_model_len=16,
+    )  # fmt: skip
+    params = [
+        SamplingParams(temperature=test_sampling.TEMPERATURE, max_tokens=3, seed=seed)
+        for seed in range(1000)
+    ]
+    outputs = llm.generate(tiny.ids(*[test_sampling.PROMPT] * len(params)), params)
+    drafted = sum(output.stats.drafted for output in outputs)
+    assert 0.1 < sum(output.stats.accepted for output in outputs) / drafted < 0.95
+    tokens = np.array([output.token_ids for output in outputs])
+    joint = test_sampling.TestThroughTheLoop().exact(2).sum(-1)
+    for first, exact in ((0, joint.sum(2)), (1, joint.sum(0))):
+        pairs = tokens[:, first] * changes["vocab_size"] + tokens[:, first + 1]
+        assert test_sampling.goodness(pairs, exact.ravel()) > test_sampling.SURE
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied-bias"])
+@pytest.mark.parametrize("trimmed", [True, False])
+def test_beside_a_head_in_onednns_layout(family, trimmed, tmp_path, monkeypatch):
+    # As in bfloat16 where the processor has the instructions; oneDNN takes float32 everywhere.
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("torch without oneDNN")
+    monkeypatch.setattr(decoder_layers, "_packs", lambda weight: True)
+    tokens = TOKENS if trimmed else torch.arange(tiny.VOCAB)
+    folder = _save(_student(family, tokens), tmp_path / "draft", TOKENS if trimmed else None)
+    target = CausalLM(tiny.make(family))
+    assert target._decoder._head.packed
+    rows = tiny.make(family).get_output_embeddings().weight
+    assert torch.equal(target.output_rows(None), rows)
+    assert torch.equal(target.output_rows(TOKENS), rows[TOKENS])
+    expected = _student(family, tokens)(torch.tensor([tiny.prompt(20)]))[0] @ rows[tokens].T
+    logits = _logits(load_shared_draft(folder, target), tiny.prompt(20))
+    torch.testing.assert_close(logits[:, tokens], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.05, 1.0, 50.0, 1e6])
 def test_a_token_outside_is_never_drafted(temperature, tmp_path):
     folder = _save(_student("llama"), tmp_path / "draft")
     llm = LLM(tiny.make("llama"), folder, policy="dense", gamma=4)
@@ -116,9 +163,11 @@ def test_a_token_outside_is_never_drafted(temperature, tmp_path):
 def test_it_runs_beside_its_target_only(tmp_path):
     folder = _save(_student("llama"), tmp_path / "draft")
     with pytest.raises(
-        UnsupportedModelError, match=r"cannot run alone: give it as draft \(--draft\)"
+        UnsupportedModelError, match=r"cannot run alone: give it as draft \(--draft"
     ):
         causal_lm.load(folder)
+    with pytest.raises(ValueError, match="embeddings of another target: use it with"):
+        LLM(tiny.make("llama", seed=5), folder)
     with pytest.raises(ValueError, match="embeddings of another target: use it with"):
         load_shared_draft(folder, CausalLM(tiny.make("llama", seed=5)))
     with pytest.raises(ValueError, match=r"199 × 96 there, 300 × 96 here"):
