@@ -274,8 +274,12 @@ class TestBadSetUp:
     def test_a_configuration_without_heads(self):
         with pytest.raises(ConfigError, match="names no target_heads"):
             llm("none", config=DustinConfig(), policy="dustin")
-        with pytest.raises(ConfigError, match="names no draft_heads"):
-            llm("skip:1", config=DustinConfig(target_heads=((1, 0),)), policy="dustin")
+        alone = DustinConfig(target_heads=((1, 0),))
+        for signal in ("lookahead", "hybrid"):
+            with pytest.raises(ConfigError, match="names no draft_heads"):
+                llm("skip:1", config=alone, policy="dustin", signal=signal)
+        # Nobody asked for the lookahead: the history serves alone.
+        assert llm("skip:1", config=alone, policy="dustin").decoder.policy.signal == "history"
 
     def test_a_configured_head_of_a_layer_that_is_skipped(self):
         config = DustinConfig(target_heads=((1, 0),), draft_heads=((0, 0), (1, 0)))
