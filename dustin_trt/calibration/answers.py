@@ -15,7 +15,7 @@ from dustin_trt.runtime.llm import LLM
 from dustin_trt.runtime.sampling_params import SamplingParams
 
 _NEW_TOKENS = 8
-_ROWS = 8  # prompts at a time: their caches are what this step takes of memory
+ROWS = 8  # prompts at a time: their caches are what this step takes of memory
 _RUN = 40  # what answering one prompt in one way costs, in tokens of prefill
 
 
@@ -53,14 +53,14 @@ def answer_pass_keys(
 
     llm = LLM(
         target, draft, config=config, policy="dense", guard=0,
-        dtype=recipe.dtype, device=recipe.device, max_batch_size=min(_ROWS, part.count),
+        dtype=recipe.dtype, max_batch_size=min(ROWS, part.count),
         max_model_len=part.length + 2 * _NEW_TOKENS, on_prefill=on_prefill,
     )  # fmt: skip
     prompts = pass_keys(llm.tokenizer, part, recipe.seed)
     full = 0
     counts = {name: dict.fromkeys(map(str, budgets), 0) for name in ways}
-    for first in range(0, len(prompts), _ROWS):
-        some = prompts[first : first + _ROWS]
+    for first in range(0, len(prompts), ROWS):
+        some = prompts[first : first + ROWS]
         asked: list[Any] = [{"prompt_token_ids": prompt.tokens} for prompt in some]
 
         def found(one: LLM, some: list[PassKeyPrompt] = some, asked: list[Any] = asked) -> int:

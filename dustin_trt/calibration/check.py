@@ -152,11 +152,14 @@ def acceptance(samples: Sequence[Samples], gamma: int) -> dict[str, Any]:
     }
 
 
-def guard_threshold(coverage: Tensor, share: float) -> float:
-    """The coverage below which at most a share of these windows lie.
+def guard_threshold(coverage: Tensor, share: float) -> float | None:
+    """The coverage below which at most a share of these windows lie; None without windows.
 
-    Rounded down to four digits, so that a window at the threshold itself stays sparse.
+    Rounded down to four digits, so that a window at the threshold itself stays sparse. Windows that
+    were read whole have coverage 1 and say nothing: leave them out.
     """
+    if not len(coverage):
+        return None
     ordered = coverage.sort().values
     value = float(ordered[min(len(ordered) - 1, int(share * len(ordered)))])
     return int(value * 10_000) / 10_000

@@ -96,7 +96,10 @@ def fidelity_rows(
 
 
 def guard_trade(
-    recipe: Recipe, policies: Sequence[Policies], measured: Sequence[Measured], threshold: float
+    recipe: Recipe,
+    policies: Sequence[Policies],
+    measured: Sequence[Measured],
+    threshold: float | None,
 ) -> dict[str, Any]:
     """Coverage and divergence of every window at the configured budget."""
     coverage = torch.cat([one.coverage(recipe.budget) for one in policies]).tolist()

@@ -79,7 +79,6 @@ def load_pair(
     draft: str | Path,
     *,
     dtype: str,
-    device: str,
     draft_window: int,
     length: int,
 ) -> Pair:
@@ -92,9 +91,9 @@ def load_pair(
     ValueError
         Tokenizers that differ, models that cannot be read (see `LLM`).
     """
-    model = load_model(target, dtype, device)
+    model = load_model(target, dtype, "cpu")
     tokenizer = load_tokenizer(target)
-    loaded = load_draft(draft, model, tokenizer, None, dtype, device)
+    loaded = load_draft(draft, model, tokenizer, None, dtype, "cpu")
     if loaded.model is None:
         raise ConfigError(f"draft {str(draft)!r} has no attention to look ahead with: name a model")
     positions = min(model.spec.max_positions, loaded.model.spec.max_positions)

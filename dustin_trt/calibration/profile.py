@@ -95,6 +95,8 @@ def profile(
     """
     target, longest = pair.target, windows[-1].at
     queries = _queries_at_windows(pair, tokens, windows, gamma, tell)
+    if pair.draft.cache is not target.cache:
+        pair.draft.cache.forget(0)  # an earlier sequence's windows wrote their drafts into it
     pair.drafter.admit(0, tokens[:longest], longest + gamma + 1)
     parts: dict[str, list[Tensor]] = {}
 
@@ -110,9 +112,7 @@ def profile(
         rows = torch.stack([queries[at + step] for step in range(gamma + 1)])
         keep("truth", scores_by_row(target, rows, every_head))
         keep("by_layer", _by_layer(target, rows[:layered]) if layered else torch.empty(0, at))
-        keep(
-            "ages", scores_by_row(target, torch.stack([queries[at - a] for a in AGES]), every_head)
-        )
+        keep("ages", torch.cat([_older(target, queries[at - a], at, a) for a in AGES]))
         keep("history", _candidates(target, queries[at - 1][None], every_head, target_heads)[0])
         drafts, asked = pair.roll_out(tokens, at, gamma)
         every = pair.draft.srh_heads
@@ -175,6 +175,14 @@ def _candidates(
     if not heads:
         return torch.empty(len(queries), 0, int(engine.cache.lengths[0]), dtype=torch.float16)
     return (scores_by_head(engine, chosen, heads) * SCALE).half()
+
+
+def _older(engine: Engine, query: Tensor, at: int, age: int) -> Tensor:
+    """Scores `[1, at]` of every head's query `[P, D]` so many tokens back; it sees no later one."""
+    engine.cache.lengths[0] = at - age + 1
+    scores = scores_by_row(engine, query[None], engine.spec.all_heads())
+    engine.cache.lengths[0] = at
+    return _widened(scores, at)
 
 
 def _by_layer(engine: Engine, queries: Tensor) -> Tensor:

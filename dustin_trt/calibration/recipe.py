@@ -5,11 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
+from dustin_trt.calibration.samples import AGES
 from dustin_trt.config import ConfigError, one_line
 from dustin_trt.evaluation import assets, texts
 from dustin_trt.evaluation.retrieval import QUESTIONS
@@ -29,7 +38,7 @@ class Texts(_Part):
     """
 
     texts: tuple[str, ...] = Field(min_length=1)
-    context: tuple[int, ...] = Field(min_length=1)
+    context: tuple[Annotated[int, Field(gt=max(AGES))], ...] = Field(min_length=1)
     windows: int = Field(default=8, ge=1)
     stride: int = Field(default=64, ge=32)
 
@@ -46,7 +55,7 @@ class Prompts(_Part):
     texts: tuple[str, ...] = Field(min_length=1)
     length: int = Field(ge=128)
     count: int = Field(ge=0)
-    kinds: tuple[str, ...] = tuple(QUESTIONS)
+    kinds: tuple[str, ...] = Field(default=tuple(QUESTIONS), min_length=1)
 
     @model_validator(mode="after")
     def _kinds_exist(self) -> Prompts:
@@ -71,7 +80,7 @@ class Search(_Part):
     sinks, windows : what is tried for the first and last tokens
     """
 
-    budgets: tuple[int, ...] = (512, 128)
+    budgets: tuple[PositiveInt, ...] = Field(default=(512, 128), min_length=1)
     candidates: int = Field(default=32, ge=1)
     max_target_kv_heads: int = Field(default=12, ge=1)
     max_draft_kv_heads: int = Field(default=4, ge=0)
@@ -80,8 +89,8 @@ class Search(_Part):
     trials: int = Field(default=100, ge=1)
     tolerance: float = Field(default=0.005, ge=0)
     max_gamma: int = Field(default=6, ge=1, le=16)
-    sinks: tuple[int, ...] = (1, 2, 4, 8, 16)
-    windows: tuple[int, ...] = (8, 16, 32, 64)
+    sinks: tuple[NonNegativeInt, ...] = Field(default=(1, 2, 4, 8, 16), min_length=1)
+    windows: tuple[NonNegativeInt, ...] = Field(default=(8, 16, 32, 64), min_length=1)
 
 
 class Serving(_Part):
@@ -129,7 +138,7 @@ class Recipe(_Part):
     name : of the pair
     target, draft : checkpoint folders, relative to the recipe's own; `assets:smollm2` is the demo's
         model, and a draft may be `skip:LAYERS`
-    dtype, device : as `LLM` takes them
+    dtype : as `LLM` takes it; a calibration runs on the CPU
     seed : of everything random
     budget : k of the configuration that is written
     draft_window : history tokens the draft itself reads, 0 for all
@@ -142,7 +151,6 @@ class Recipe(_Part):
     target: str
     draft: str
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    device: str = "cpu"
     seed: int = 0
     budget: int = Field(default=512, ge=1)
     draft_window: int = Field(default=512, ge=0)
@@ -158,13 +166,20 @@ class Recipe(_Part):
     @model_validator(mode="after")
     def _is_fair(self) -> Recipe:
         seen = {*self.texts.texts, *self.prompts.texts, *self.head_scores.texts}
-        judged = {*self.check.texts.texts, *(self.check.pass_keys or self.prompts).texts}
-        if self.check.pass_keys is None:
-            judged = set(self.check.texts.texts)
+        judged = {*self.check.texts.texts}
+        if self.check.pass_keys:
+            judged.update(self.check.pass_keys.texts)
         if shared := sorted(seen & judged):
             raise ValueError(
                 f"{', '.join(shared)} is both searched and checked: what judges a choice must not "
                 "have made it"
+            )
+        if not self.head_scores.count:
+            raise ValueError("head_scores.count must be at least 1: candidates come from them")
+        always = max(self.search.sinks) + max(self.search.windows)
+        if (least := min(self.budget, *self.check.answer_budgets)) <= always:
+            raise ValueError(
+                f"search.sinks and search.windows can take {always} tokens, and a budget is {least}"
             )
         looked_at = {self.budget, *self.check.fidelity_budgets}
         if missing := sorted(looked_at - {*self.check.budgets}):
@@ -194,13 +209,13 @@ class Recipe(_Part):
             raise ConfigError(f"recipe {path} is not a mapping of fields")
         _place_all(fields, path.parent)
         try:
-            return cls(**fields)
+            return cls.model_validate(fields)
         except ValidationError as error:
             raise ConfigError(f"recipe {path}: {one_line(error)}") from error
 
     def fingerprint(self) -> str:
-        """SHA-256 of everything that decides the result."""
-        fields = self.model_dump(mode="json", exclude={"limits", "device"})
+        """SHA-256 of everything in it that decides the result; the models have their own."""
+        fields = self.model_dump(mode="json", exclude={"limits", "target", "draft"})
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
@@ -223,7 +238,7 @@ def _place(name: str, folder: Path) -> str:
     """A path relative to the recipe's folder; what begins with one of the words stays."""
     if name.partition(":")[0] in _WORDS:
         return name
-    return str(folder / Path(name).expanduser())
+    return str((folder / Path(name).expanduser()).resolve())
 
 
 def find_model(model: str) -> str:

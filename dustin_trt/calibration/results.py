@@ -33,7 +33,7 @@ def configuration(
     recipe: Recipe,
     choice: Choice,
     checked: dict[str, Any],
-    threshold: float,
+    threshold: float | None,
     pair: Pair,
     weights: dict[str, dict[str, str]],
 ) -> DustinConfig:
@@ -181,7 +181,7 @@ def _without_folders(recipe: Recipe) -> dict[str, Any]:
             return {name: bare(inner) for name, inner in value.items()}
         return [bare(inner) for inner in value] if isinstance(value, list) else value
 
-    fields: dict[str, Any] = bare(recipe.model_dump(mode="json", exclude={"device"}))
+    fields: dict[str, Any] = bare(recipe.model_dump(mode="json", exclude={"limits"}))
     return fields
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dustin_trt.calibration import check, check_results
-from dustin_trt.calibration.answers import answer_pass_keys
+from dustin_trt.calibration.answers import ROWS, answer_pass_keys
 from dustin_trt.calibration.check import POLICIES, Policies
 from dustin_trt.calibration.cost import CostModel
 from dustin_trt.calibration.pair import Pair, load_pair
@@ -29,6 +29,7 @@ from dustin_trt.calibration.search import Role, candidate_heads, search_heads
 from dustin_trt.calibration.sequences import (
     Passage,
     longest,
+    pass_keys,
     question_passages,
     questions,
     text_passages,
@@ -87,6 +88,9 @@ class _Calibration:
         asked = questions(tokenizer, recipe.prompts, recipe.seed + 1)
         searched = [*texts, *question_passages(asked, gamma)]
         self._refuse_too_much([*searched, *judged])
+        if recipe.check.pass_keys:
+            pass_keys(tokenizer, recipe.check.pass_keys, recipe.seed)  # refused now or never
+        self.work.begin()
 
         scores = self._head_scores()
         candidates = self._candidates(scores)
@@ -95,7 +99,12 @@ class _Calibration:
         greedy = self._search(judge, candidates)
         tuned = self._tune(judge, _choice(greedy[-1]["choice"]), samples)
         choice = _choice(tuned["choice"])
-        coverage = torch.cat([Policies(some, choice).coverage(recipe.budget) for some in samples])
+        coverage = torch.cat(
+            [
+                Policies(some, choice).coverage(recipe.budget)[some.lengths > recipe.budget]
+                for some in samples
+            ]
+        )
         threshold = check.guard_threshold(coverage, recipe.guard_share)
         checked = self._check(judged, choice, threshold)
         config = configuration(recipe, choice, checked, threshold, self.pair, self.weights)
@@ -123,7 +132,7 @@ class _Calibration:
         """Both models."""
         recipe = self.recipe
         return load_pair(
-            self.target, self.draft, dtype=recipe.dtype, device=recipe.device,
+            self.target, self.draft, dtype=recipe.dtype,
             draft_window=recipe.draft_window, length=longest(recipe),
         )  # fmt: skip
 
@@ -132,8 +141,11 @@ class _Calibration:
         """Bytes, by the recipe's serving."""
         recipe, pair = self.recipe, self.pair
         element = pair.target.cache.k[0].element_size()
+        target, draft = pair.specs
         return CostModel(
-            *pair.specs,
+            target,
+            # A draft may be the target without some of its layers.
+            replace(draft, num_layers=len(pair.draft.model.layers)),
             target_weights=pair.target.model.pass_weights * element,
             draft_weights=pair.draft.model.pass_weights * element,
             element=element,
@@ -157,7 +169,14 @@ class _Calibration:
         models = (pair.target.model.pass_weights + pair.draft.model.pass_weights) * (
             pair.target.cache.k[0].element_size()
         )
-        needed = (profiled + sum(caches.values()) + models) / 2**30
+        held = sum(caches.values()) + models
+        if part := self.recipe.check.pass_keys:  # both models again, and several prompts at a time
+            token = (
+                sum(2 * s.num_layers * s.num_kv_heads * s.head_dim for s in {*pair.specs})
+                * pair.target.cache.k[0].element_size()
+            )
+            held = max(held, models + min(ROWS, part.count) * part.length * token)
+        needed = (profiled + held) / 2**30
         if limit and needed > limit:
             raise ConfigError(
                 f"this recipe needs about {needed:.1f} GiB ({profiled / 2**30:.1f} of it for the "
@@ -244,6 +263,8 @@ class _Calibration:
             picked = pick(trials, recipe.search.tolerance)
             settled = settle_join(judge, picked.choice)
             best = max(settled, key=lambda one: (one[1].total, one[0].join == "sum"))[0]
+            if best.share == 0:  # a lookahead of no weight need not be scored
+                best = best.replace(draft_heads=())
             return {
                 "trials": trials_tried(trials, picked),
                 "joins": joins_tried(settled),
@@ -253,7 +274,7 @@ class _Calibration:
         return self.work.once("tune", make, "tune")
 
     def _check(
-        self, passages: Sequence[Passage], choice: Choice, threshold: float
+        self, passages: Sequence[Passage], choice: Choice, threshold: float | None
     ) -> dict[str, Any]:
         recipe = self.recipe
         heads: Heads = {"target": choice.target_heads, "draft": choice.draft_heads}

@@ -36,7 +36,8 @@ class Samples:
     truth : Tensor `[S, Γ+1, N]` fp32, by all heads of the target's query at each window token
     by_layer : Tensor `[S, L, N]` fp32, by target layer, mean over the window; or empty
     history : Tensor `[S, C, N]`, by each candidate head of the query of the last accepted token
-    ages : Tensor `[S, A, N]` fp32, by all target heads of the queries `AGES` tokens back
+    ages : Tensor `[S, A, N]` fp32, by all target heads of the queries `AGES` tokens back,
+        0 past their own positions
     lookahead : Tensor `[S, Γ, Cd, N]`, by each candidate head of the draft at each of its steps
     lookahead_all : Tensor `[S, Γ, N]` fp32, the same by all heads of the draft
     accepted : Tensor `[S]` int32, how many of the draft's Γ tokens greedy verification keeps

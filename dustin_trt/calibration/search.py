@@ -101,14 +101,14 @@ def search_heads(
         while True:
             free = {key: heads for key, heads in groups.items() if key not in chosen}
             best = _best_addition(judge, choice, role, free) if len(chosen) < limits[role] else None
-            if best and best.value.total >= total + least:
+            if best and best.value.total > total + least:
                 take(best)
                 continue
             # What was taken early may serve less well beside what came later.
             for key, heads in list(chosen.items()):
                 without = _without(choice, role, heads)
                 best = _best_addition(judge, without, role, {**free, key: groups[key]})
-                if best and best.value.total >= total + least:
+                if best and best.value.total > total + least:
                     del chosen[key]
                     take(best)
                     break

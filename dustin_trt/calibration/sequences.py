@@ -43,7 +43,8 @@ def longest(recipe: Recipe) -> int:
         max(part.context) + part.windows * part.stride + spare
         for part in (recipe.texts, recipe.check.texts)
     ]
-    return max(*texts, *(part.length + 32 for part in (recipe.prompts, recipe.head_scores)))
+    parts = [recipe.prompts, recipe.head_scores, *filter(None, [recipe.check.pass_keys])]
+    return max(*texts, *(part.length + 32 for part in parts))
 
 
 def text_passages(tokenizer: Any, part: Texts, kind: str, gamma: int) -> list[Passage]:

@@ -54,8 +54,8 @@ def tune(
 ) -> list[Trial]:
     """Tune a choice's numbers with multi-objective TPE (fidelity and predicted speed).
 
-    Every trial has a sampler seeded by its own number, so that a study that was killed and goes on
-    proposes what it would have proposed undisturbed.
+    Every trial has a sampler seeded by its own number that sees finished trials only, so that a
+    study that was killed and goes on proposes what it would have proposed undisturbed.
 
     Parameters
     ----------
@@ -90,7 +90,7 @@ def tune(
         if number < len(stored):
             trials.append(assess(_choice(start, stored[number].params), number))
         else:
-            study.sampler = TPESampler(seed=seed + number)
+            study.sampler = TPESampler(seed=seed + number, constant_liar=False)
             if number < len(firsts):
                 params = firsts[number]
             else:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from filelock import FileLock, Timeout
+
 from dustin_trt.calibration.samples import Samples
 from dustin_trt.calibration.sequences import Passage
 from dustin_trt.config import ConfigError
@@ -83,15 +85,31 @@ class Work:
                     f"{self.folder.parent} was begun with another {', '.join(changed)}: use that, "
                     "or another --output"
                 )
+
+    def begin(self) -> None:
+        """Take the folder: what would be refused has been.
+
+        Raises
+        ------
+        CalibrationError
+            Another run is using it.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_json(note, self.made_with)
+        self._lock = FileLock(self.folder / "lock")
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise CalibrationError(f"another run is using {self.folder.parent}") from None
+        write_json(self.folder / "made_with.json", self.made_with)
 
     def once(self, name: str, make: Callable[[], T], step: str) -> T:
         """A JSON result by its name: read where it is there, else made and written."""
         file = self.folder / f"{name}.json"
         if not file.exists():
-            with self.timed(step), told_of_full_disk(file):
-                write_json(file, make())
+            with self.timed(step):
+                made = make()
+            with told_of_full_disk(file):
+                write_json(file, made)
         result: T = json.loads(file.read_text(encoding="utf-8"))
         return result
 
@@ -102,8 +120,10 @@ class Work:
         file = self.folder / f"{name}.npz"
         if not file.exists():
             file.parent.mkdir(exist_ok=True)
-            with self.timed(step), told_of_full_disk(file):
-                look(passage).save(file)
+            with self.timed(step):
+                seen = look(passage)
+            with told_of_full_disk(file):
+                seen.save(file)
         return Samples.load(file)
 
     @contextmanager
@@ -131,7 +151,7 @@ class Work:
         self.progress.advance(units)
         if self.minutes and time.monotonic() - self._started > 60 * self.minutes:
             raise TimeLimitError(
-                f"the recipe's limit of {self.minutes:g} minutes is reached; everything so far is "
+                f"the recipe's limit of {self.minutes:g} minutes is reached; what was finished is "
                 "saved: --resume goes on, limits.minutes in the recipe gives more"
             )
 

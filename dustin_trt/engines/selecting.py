@@ -46,4 +46,6 @@ def join_and_select(
 
 
 def _normalised(scores: Tensor) -> Tensor:
-    return scores / scores.sum(1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
+    # In fp64, or the zeros past a short row, which its neighbours decide, would change a last bit.
+    total = scores.sum(1, keepdim=True, dtype=torch.float64).float()
+    return scores / total.clamp(min=torch.finfo(scores.dtype).tiny)

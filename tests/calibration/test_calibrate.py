@@ -195,6 +195,14 @@ def test_work_that_is_there_is_not_overwritten(place, calibrated):
         ({"draft": "lookup"}, "neither a folder"),
         ({"draft": "stranger"}, "tokenizer differs from the target's"),
         ({"limits": {"memory_gib": 0.0001}}, "limit of 0.0001"),
+        ({"texts": {"texts": ["searched.txt"], "context": [40]}}, "texts.context.0"),
+        ({"head_scores": {"texts": ["asked.txt"], "length": 256, "count": 0}}, "head_scores.count"),
+        ({"prompts": {"texts": ["asked.txt"], "length": 256, "count": 2, "kinds": []}}, "kinds"),
+        ({"search": {"sinks": [16], "windows": [32], "max_gamma": 2}}, "can take 48 tokens"),
+        ({"check": {"texts": {"texts": ["judged.txt"], "context": [200]},
+                    "pass_keys": {"texts": ["hidden.txt"], "length": 1000, "count": 1},
+                    "budgets": [48], "fidelity_budgets": [48], "answer_budgets": [48]}},
+         "positions|fewer than a prompt"),
     ],
 )  # fmt: skip
 def test_bad_recipes_are_refused_in_one_line(place, tmp_path, changes, message):
@@ -202,7 +210,7 @@ def test_bad_recipes_are_refused_in_one_line(place, tmp_path, changes, message):
     with pytest.raises(refusals, match=message) as caught:
         calibrate(_load(place, **changes), tmp_path / "out")
     assert "\n" not in str(caught.value)
-    assert not (tmp_path / "out" / "dustin.json").exists()
+    assert not (tmp_path / "out").exists()  # a corrected recipe can take the same folder
 
 
 def test_the_time_limit_stops_with_everything_saved(place, calibrated, tmp_path):
