@@ -43,7 +43,7 @@ FIGURES = (
     Figure(
         "cost_against_arr",
         "What scoring costs, and what it brings",
-        "Each point is the state after the search took or exchanged a KV head; the star (the chosen "
+        "Each point is the state after the search took or exchanged a KV head; the star (chosen "
         "heads) and the hollow circle (every head) come from the check, as means over its "
         "contexts: in a good pair both curves rise steeply and then flatten, and the star is about "
         "as high as the circle, far to its left.",
