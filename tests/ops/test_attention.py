@@ -252,8 +252,12 @@ def test_queries_of_any_layout(implementation, w):
     ops = IMPLEMENTATIONS[implementation]
     dense, sparse = problem.dense(ops[0]), problem.sparse(ops[1], chosen)
     problem.q = problem.q.transpose(2, 3).contiguous().transpose(2, 3)
-    assert all(map(torch.equal, problem.dense(ops[0]), dense))
-    assert all(map(torch.equal, problem.sparse(ops[1], chosen), sparse))
+    again = [*problem.dense(ops[0]), *problem.sparse(ops[1], chosen)]
+    for before, after in zip([*dense, *sparse], again, strict=True):
+        if implementation == "reference":  # torch's products may round by layout
+            torch.testing.assert_close(after, before)
+        else:
+            assert torch.equal(after, before)
 
 
 @implementations
