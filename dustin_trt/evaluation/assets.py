@@ -121,7 +121,10 @@ def smollm2_pair() -> tuple[Path, Path]:
         Neither is there.
     """
     package = Path(__file__).resolve().parents[1]
-    places = (package / "shipped", package.parent / "calibration" / "results" / "smollm2")
+    places = (
+        package / "shipped" / "smollm2",
+        package.parent / "calibration" / "results" / "smollm2",
+    )
     for place in places:
         if (place / "dustin.json").is_file():
             return place / "draft", place / "dustin.json"
