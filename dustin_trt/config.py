@@ -11,6 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from dustin_trt.files import write_whole
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be used; the message says what to change."""
@@ -176,11 +178,8 @@ class DustinConfig(BaseModel):
             raise ConfigError(f"configuration {path}: {error}") from error
 
     def save(self, path: str | Path) -> None:
-        """Write `dustin.json` (beside it first, then renamed, so that no half file is left)."""
-        path = Path(path)
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        partial.replace(path)
+        """Write `dustin.json`, whole or not at all."""
+        write_whole(Path(path), self.model_dump_json(indent=2) + "\n")
 
     def check(
         self,

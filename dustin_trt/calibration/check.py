@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dustin_trt.calibration.pair import Pair
+from dustin_trt.calibration.pair import SLOT, Pair
 from dustin_trt.calibration.profile import Tell, cache_history
 from dustin_trt.calibration.samples import Samples
 from dustin_trt.calibration.value import (
@@ -22,8 +22,6 @@ from dustin_trt.calibration.value import (
 )
 from dustin_trt.engines.base import Dense, Indices
 from dustin_trt.metrics import attention_recovery_rate, greedy_agreement, kl_divergence
-
-_SLOT = torch.zeros(1, dtype=torch.long)
 
 ORACLE, CHOSEN, HISTORY, LOOKAHEAD = "oracle", "chosen", "history", "lookahead"
 ALL, ALL_HISTORY, ALL_LOOKAHEAD = "all heads", "all heads, history", "all heads, lookahead"
@@ -121,10 +119,10 @@ def fidelity(
         at = int(samples.lengths[number])
         window = torch.tensor([tokens[at : at + policies.choice.gamma + 1]])
         target.cache.lengths[0] = at
-        full = target.verify(_SLOT, window, Dense()).logits[0]
+        full = target.verify(SLOT, window, Dense()).logits[0]
         for key, (indices, counts) in chosen.items():
             reading = Indices(indices[number][None], counts[number][None])
-            sparse = target.verify(_SLOT, window, reading).logits[0]
+            sparse = target.verify(SLOT, window, reading).logits[0]
             found[key].append(
                 (
                     float(kl_divergence(full, sparse).mean()),

@@ -16,6 +16,8 @@ from dustin_trt.runtime.loading import load_draft, load_model, load_tokenizer, m
 from dustin_trt.sampling import SamplingBatch
 
 PREFILL_CHUNK = 512
+SLOT = torch.zeros(1, dtype=torch.long)
+"""The one slot of a pair's caches."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Pair:
             top_p=torch.ones(1),
         )  # fmt: skip
         batch = Batch(
-            slots=torch.zeros(1, dtype=torch.long),
+            slots=SLOT,
             last=torch.tensor([tokens[at]]),
             previous=torch.tensor([tokens[at - 1]]),
             limits=torch.tensor([steps]),

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from dustin_trt.calibration.pair import PREFILL_CHUNK, Pair
-from dustin_trt.calibration.samples import AGES, SCALE, Samples, Window, stretches
+from dustin_trt.calibration.pair import PREFILL_CHUNK, SLOT, Pair
+from dustin_trt.calibration.samples import AGES, SCALE, Samples, Window, columns
 from dustin_trt.config import Head
 from dustin_trt.engines.base import Dense, Engine
 from dustin_trt.evaluation.retrieval import RetrievalPrompt
@@ -20,8 +20,6 @@ from dustin_trt.metrics import acceptance_length
 
 Tell = Callable[[int], None]
 """Called with tokens that were dealt with since the last call."""
-
-_SLOT = torch.zeros(1, dtype=torch.long)
 
 
 def _silent(tokens: int) -> None:
@@ -59,7 +57,7 @@ def head_scores(
         tokens = prompt.tokens + prompt.answer[:-1]
         first = len(prompt.tokens) - 1
         cache_history(engine, tokens[:first], len(tokens), tell)
-        run = engine.verify(_SLOT, torch.tensor([tokens[first:]]), Dense(), heads)
+        run = engine.verify(SLOT, torch.tensor([tokens[first:]]), Dense(), heads)
         for t in range(len(prompt.answer)):
             engine.cache.lengths[0] = first + t + 1  # a query sees its own token
             each = scores_by_head(engine, run.srh_queries[:, t], heads)[0]
@@ -99,6 +97,7 @@ def profile(
         pair.draft.cache.forget(0)  # an earlier sequence's windows wrote their drafts into it
     pair.drafter.admit(0, tokens[:longest], longest + gamma + 1)
     parts: dict[str, list[Tensor]] = {}
+    accepted: list[int] = []
 
     def keep(name: str, value: Tensor) -> None:
         parts.setdefault(name, []).append(_widened(value, longest))
@@ -121,8 +120,8 @@ def profile(
         keep("lookahead", _candidates(pair.draft, asked, every, draft_heads))
         target.cache.lengths[0] = at
         step = torch.cat([torch.tensor([tokens[at]]), drafts])
-        verified = target.verify(_SLOT, step[None], Dense()).logits.argmax(-1)
-        keep("accepted", acceptance_length(drafts[None], verified[:, :-1])[:, None])
+        verified = target.verify(SLOT, step[None], Dense()).logits.argmax(-1)
+        accepted.append(int(acceptance_length(drafts[None], verified[:, :-1])))
         span = torch.zeros(at, dtype=torch.bool)
         span[list(window.span)] = True
         keep("span", span)
@@ -130,7 +129,7 @@ def profile(
     stacked = {name: torch.stack(values[::-1]) for name, values in parts.items()}
     return Samples(
         lengths=torch.tensor([window.at for window in windows], dtype=torch.int32),
-        accepted=stacked.pop("accepted")[:, 0, 0].int(),
+        accepted=torch.tensor(accepted[::-1], dtype=torch.int32),
         target_heads=target_heads,
         draft_heads=draft_heads,
         **stacked,
@@ -148,7 +147,7 @@ def scores_by_row(engine: Engine, queries: Tensor, heads: tuple[Head, ...]) -> T
     -------
     Tensor `[R, N]` fp32
     """
-    return engine.attention_scores(_SLOT.expand(len(queries)), queries[:, None], heads=heads)
+    return engine.attention_scores(SLOT.expand(len(queries)), queries[:, None], heads=heads)
 
 
 def scores_by_head(engine: Engine, queries: Tensor, heads: tuple[Head, ...]) -> Tensor:
@@ -170,11 +169,9 @@ def _candidates(
     engine: Engine, queries: Tensor, every: tuple[Head, ...], heads: tuple[Head, ...]
 ) -> Tensor:
     """Scores `[R, C, N]` of some of the heads whose queries `[R, P, D]` these are, fp16."""
-    places = {head: column for column, head in enumerate(every)}
-    chosen = queries[:, [places[head] for head in heads]]
     if not heads:
         return torch.empty(len(queries), 0, int(engine.cache.lengths[0]), dtype=torch.float16)
-    return (scores_by_head(engine, chosen, heads) * SCALE).half()
+    return (scores_by_head(engine, queries[:, columns(every, heads)], heads) * SCALE).half()
 
 
 def _older(engine: Engine, query: Tensor, at: int, age: int) -> Tensor:
@@ -187,12 +184,10 @@ def _older(engine: Engine, query: Tensor, at: int, age: int) -> Tensor:
 
 def _by_layer(engine: Engine, queries: Tensor) -> Tensor:
     """Mean over rows `[R, P, D]` of each layer's attention, `[L, N]`, all heads summed."""
-    heads = engine.spec.all_heads()
+    spec = engine.spec
     layers = [
-        engine.attention_scores(
-            _SLOT, queries[None, :, columns], heads=tuple(heads[c] for c in columns)
-        )
-        for _, columns in stretches(heads)
+        engine.attention_scores(SLOT, part[None], heads=spec.all_heads([layer]))
+        for layer, part in enumerate(queries.split(spec.num_heads, 1))
     ]
     return torch.cat(layers) / len(queries)
 
@@ -225,8 +220,8 @@ def _queries_at_windows(
     found: dict[int, Tensor] = {}
     for start in range(first, end, _PIECE):
         piece = tokens[start : min(start + _PIECE, end)]
-        queries = engine.verify(_SLOT, torch.tensor([piece]), Dense(), heads).srh_queries[0]
-        engine.commit(_SLOT, torch.tensor([len(piece)]))
+        queries = engine.verify(SLOT, torch.tensor([piece]), Dense(), heads).srh_queries[0]
+        engine.commit(SLOT, torch.tensor([len(piece)]))
         for position in wanted:
             if start <= position < start + len(piece):
                 found[position] = queries[position - start].clone()

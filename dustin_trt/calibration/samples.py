@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -110,11 +110,3 @@ def columns(heads: Sequence[Head], chosen: Sequence[Head]) -> list[int]:
     """Where the chosen heads stand among the candidates."""
     places = {head: column for column, head in enumerate(heads)}
     return [places[head] for head in chosen]
-
-
-def stretches(heads: Sequence[Head]) -> Iterator[tuple[int, list[int]]]:
-    """(layer, columns) of heads, by layer."""
-    layers: dict[int, list[int]] = {}
-    for column, head in enumerate(heads):
-        layers.setdefault(head.layer, []).append(column)
-    yield from sorted(layers.items())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from dustin_trt.calibration.recipe import Prompts, Recipe, Texts
 from dustin_trt.calibration.samples import Window
@@ -12,6 +12,8 @@ from dustin_trt.config import ConfigError
 from dustin_trt.evaluation.passkey import PassKeyPrompt, passkey_prompts
 from dustin_trt.evaluation.retrieval import RetrievalPrompt, retrieval_prompts
 from dustin_trt.evaluation.texts import read_text
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -81,16 +83,12 @@ def questions(tokenizer: Any, part: Prompts, seed: int) -> list[RetrievalPrompt]
     ConfigError
         A text that is too short, a tokenizer without a chat template.
     """
-    found = []
-    for number, (name, count) in enumerate(_shares(part)):
-        try:
-            found += retrieval_prompts(
-                tokenizer, read_text(name), length=part.length, count=count,
-                seed=seed * 1009 + number, kinds=part.kinds[number:] + part.kinds[:number],
-            )  # fmt: skip
-        except ValueError as error:
-            raise ConfigError(f"{name}: {error}") from error
-    return found
+
+    def ask(text: str, number: int, **given: Any) -> list[RetrievalPrompt]:
+        kinds = part.kinds[number:] + part.kinds[:number]
+        return retrieval_prompts(tokenizer, text, kinds=kinds, **given)
+
+    return _from_texts(part, seed, ask)
 
 
 def pass_keys(tokenizer: Any, part: Prompts, seed: int) -> list[PassKeyPrompt]:
@@ -101,16 +99,11 @@ def pass_keys(tokenizer: Any, part: Prompts, seed: int) -> list[PassKeyPrompt]:
     ConfigError
         See `questions`.
     """
-    found = []
-    for number, (name, count) in enumerate(_shares(part)):
-        try:
-            found += passkey_prompts(
-                tokenizer, read_text(name), length=part.length, count=count,
-                seed=seed * 1009 + number,
-            )  # fmt: skip
-        except ValueError as error:
-            raise ConfigError(f"{name}: {error}") from error
-    return found
+
+    def ask(text: str, number: int, **given: Any) -> list[PassKeyPrompt]:
+        return passkey_prompts(tokenizer, text, **given)
+
+    return _from_texts(part, seed, ask)
 
 
 def question_passages(prompts: Sequence[RetrievalPrompt], gamma: int) -> list[Passage]:
@@ -124,8 +117,17 @@ def question_passages(prompts: Sequence[RetrievalPrompt], gamma: int) -> list[Pa
     return passages
 
 
-def _shares(part: Prompts) -> list[tuple[str, int]]:
-    """Texts, and how many of the prompts each gives."""
+def _from_texts(part: Prompts, seed: int, ask: Callable[..., list[T]]) -> list[T]:
+    """Prompts over each text of a part in turn; `ask` makes them from a text and its number."""
     each, rest = divmod(part.count, len(part.texts))
-    shares = [(name, each + (number < rest)) for number, name in enumerate(part.texts)]
-    return [(name, count) for name, count in shares if count]
+    found: list[T] = []
+    for number, name in enumerate(part.texts):
+        if not (count := each + (number < rest)):
+            continue
+        try:
+            found += ask(
+                read_text(name), number, length=part.length, count=count, seed=seed * 1009 + number
+            )
+        except ValueError as error:
+            raise ConfigError(f"{name}: {error}") from error
+    return found

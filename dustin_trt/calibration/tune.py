@@ -84,26 +84,26 @@ def tune(
             speed=tau[choice.gamma] * cost.plain_bytes() / read,
         )  # fmt: skip
 
-    firsts = _firsts(start, search)
+    def objectives(trial: Trial) -> list[float]:
+        return [trial.fidelity, trial.speed]
+
+    space, firsts = _space(search, start), _firsts(start, search)
     stored = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     for number in range(search.trials):
         if number < len(stored):
-            trials.append(assess(_choice(start, stored[number].params), number))
+            trials.append(assess(start.replace(**stored[number].params), number))
+        elif number < len(firsts):
+            trials.append(assess(start.replace(**firsts[number]), number))
+            study.add_trial(
+                create_trial(
+                    params=firsts[number], distributions=space, values=objectives(trials[-1])
+                )
+            )
         else:
             study.sampler = TPESampler(seed=seed + number, constant_liar=False)
-            if number < len(firsts):
-                params = firsts[number]
-            else:
-                trial = study.ask(_space(search, start))
-                params = trial.params
-            trials.append(assess(_choice(start, params), number))
-            values = [trials[-1].fidelity, trials[-1].speed]
-            if number < len(firsts):
-                study.add_trial(
-                    create_trial(params=params, distributions=_space(search, start), values=values)
-                )
-            else:
-                study.tell(trial, values)
+            asked = study.ask(space)
+            trials.append(assess(start.replace(**asked.params), number))
+            study.tell(asked, objectives(trials[-1]))
         if tell:
             tell(number + 1)
     return trials
@@ -173,7 +173,3 @@ def _firsts(start: Choice, search: Search) -> list[dict[str, Any]]:
 
 def _nearest(values: tuple[int, ...], wanted: int) -> int:
     return min(values, key=lambda value: (abs(value - wanted), value))
-
-
-def _choice(start: Choice, params: dict[str, Any]) -> Choice:
-    return start.replace(**params)

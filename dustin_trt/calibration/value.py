@@ -18,8 +18,6 @@ from dustin_trt.metrics import (
     windowed_attention_recovery_rate,
 )
 
-Signal = Literal["hybrid", "history", "lookahead"]
-
 
 @dataclass(frozen=True)
 class Choice:

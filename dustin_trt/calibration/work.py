@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from filelock import FileLock, Timeout
 from dustin_trt.calibration.samples import Samples
 from dustin_trt.calibration.sequences import Passage
 from dustin_trt.config import ConfigError
+from dustin_trt.files import write_whole
 
 T = TypeVar("T")
 
@@ -158,17 +158,7 @@ class Work:
 
 def write_json(file: Path, content: Any) -> None:
     """Write a whole JSON file or none."""
-    partial = file.with_name(file.name + ".partial")
-    try:
-        with partial.open("w", encoding="utf-8") as stream:
-            json.dump(content, stream, indent=1)
-            stream.write("\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-    partial.replace(file)
+    write_whole(file, json.dumps(content, indent=1) + "\n")
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from filelock import FileLock, Timeout
 
 from dustin_trt.config import ConfigError
 from dustin_trt.distillation.train import Training
+from dustin_trt.files import write_whole
 from dustin_trt.models.shared_draft import save_shared_draft
 from dustin_trt.runtime.loading import torch_dtype
 
@@ -40,7 +40,6 @@ def write_draft(training: Training, output: Path, made: dict[str, Any], save_dty
         "output_tokens": len(tokens),
         "curve": [asdict(point) for point in training.curve],
     }
-    partial = output / "distill.json.partial"
     try:
         save_shared_draft(
             output,
@@ -49,8 +48,7 @@ def write_draft(training: Training, output: Path, made: dict[str, Any], save_dty
             None if len(tokens) == vocabulary else tokens,
             embeddings.weight.detach(),
         )
-        partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        os.replace(partial, output / "distill.json")
+        write_whole(output / "distill.json", json.dumps(record, indent=1) + "\n")
     except OSError as error:
         raise OSError(
             f"the draft of step {training.step} is not written: {error}; make room there and go on "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,16 +55,10 @@ def passkey_prompts(
     ValueError
         When the text is shorter than one prompt.
     """
-
-    def encode(piece: str) -> list[int]:
-        ids: list[int] = tokenizer(piece, add_special_tokens=False, verbose=False).input_ids
-        return ids
-
+    encode = encoder(tokenizer)
     opening, closing = chat_frame(tokenizer)
     head, tail = encode(opening + _ASK), encode(_QUESTION + closing + _ANSWER)
-    hay = encode(re.sub(r"\s+", " ", text))
-    if len(hay) < length:
-        raise ValueError(f"the text has {len(hay)} tokens, fewer than a prompt of {length}")
+    hay = haystack(encode, text, length)
     random_source = random.Random(seed)
     prompts = []
     for i in range(count):
@@ -75,6 +70,30 @@ def passkey_prompts(
         )  # fmt: skip
         prompts.append(PassKeyPrompt(tokens, key, range(at, at + len(needle))))
     return prompts
+
+
+def encoder(tokenizer: Any) -> Callable[[str], list[int]]:
+    """Token ids of a piece of text, without special tokens around it."""
+
+    def encode(piece: str) -> list[int]:
+        ids: list[int] = tokenizer(piece, add_special_tokens=False, verbose=False).input_ids
+        return ids
+
+    return encode
+
+
+def haystack(encode: Callable[[str], list[int]], text: str, length: int) -> list[int]:
+    """A text on one line, as tokens to hide something in.
+
+    Raises
+    ------
+    ValueError
+        When the text is shorter than a prompt of `length` tokens.
+    """
+    hay = encode(re.sub(r"\s+", " ", text))
+    if len(hay) < length:
+        raise ValueError(f"the text has {len(hay)} tokens, fewer than a prompt of {length}")
+    return hay
 
 
 def chat_frame(tokenizer: Any) -> tuple[str, str]:

@@ -7,12 +7,11 @@ with them are not those that only find digits.
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dustin_trt.evaluation.passkey import chat_frame, hide
+from dustin_trt.evaluation.passkey import chat_frame, encoder, haystack, hide
 
 
 @dataclass(frozen=True)
@@ -103,15 +102,10 @@ def retrieval_prompts(
     ValueError
         A text shorter than one prompt, a tokenizer without a chat template.
     """
-
-    def encode(piece: str) -> list[int]:
-        ids: list[int] = tokenizer(piece, add_special_tokens=False, verbose=False).input_ids
-        return ids
-
+    encode = encoder(tokenizer)
     opening, closing = chat_frame(tokenizer)
-    hay = encode(re.sub(r"\s+", " ", text))
-    if len(hay) < length:
-        raise ValueError(f"the text has {len(hay)} tokens, fewer than a prompt of {length}")
+    hay = haystack(encode, text, length)
+    head = encode(f"{opening}Read the following text and answer the question at its end.\n\n")
     chance = random.Random(f"{seed} {length}")
     prompts = []
     for number in range(count):
@@ -122,7 +116,6 @@ def retrieval_prompts(
             else str(chance.randint(10000, 99999))
         )
         needle = encode("\n\n" + question.needle.format(answer) + "\n\n")
-        head = encode(f"{opening}Read the following text and answer the question at its end.\n\n")
         tail = encode(f"\n\n{question.ask}{closing}{question.lead}")
         tokens, first = hide(
             hay, head, needle, tail, length=length, share=number / max(1, count - 1),

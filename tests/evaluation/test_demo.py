@@ -11,6 +11,16 @@ from tests import tokenizer as tiny_tokenizer
 from tests.evaluation.test_passkey import TEMPLATE, TEXT
 
 
+def use_tiny_pair(folder, monkeypatch):
+    """A self-draft and a configuration for it in the place of those that are shipped."""
+    pair = ("skip:1", folder / "dustin.json")
+    default_config(CausalLM(tiny_tokenizer.model(num_hidden_layers=4)).spec, None).replace(
+        draft_heads=((0, 0), (2, 1)), gamma=2
+    ).save(pair[1])
+    monkeypatch.setattr(assets, "smollm2_pair", lambda: pair)
+    monkeypatch.setattr(demo, "WINDOW", 64)
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """The demo on a tiny random model; what it printed, and its folder."""
@@ -23,12 +33,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(assets, "books", lambda: {"play": book})
     monkeypatch.setattr(demo, "TALES", (("play", 120), ("play", 200)))
     monkeypatch.setattr(demo, "PASS_KEYS", (("play", 420),))
-    pair = ("skip:1", tmp_path / "dustin.json")
-    default_config(CausalLM(tiny_tokenizer.model(num_hidden_layers=4)).spec, None).replace(
-        draft_heads=((0, 0), (2, 1)), gamma=2
-    ).save(pair[1])
-    monkeypatch.setattr(assets, "smollm2_pair", lambda: pair)
-    monkeypatch.setattr(demo, "WINDOW", 64)
+    use_tiny_pair(tmp_path, monkeypatch)
     with (tmp_path / "printed.txt").open("w", encoding="utf-8") as printed:
         demo.run_demo(
             tmp_path / "out",
@@ -76,11 +81,6 @@ def test_what_cannot_run_is_refused_before_the_work(tmp_path, monkeypatch, bad):
     model = tiny_tokenizer.save(tmp_path / "model", num_hidden_layers=4)
     monkeypatch.setattr(assets, "smollm2", lambda: model)
     monkeypatch.setattr(assets, "books", dict)  # no book: any work would fail otherwise
-    pair = ("skip:1", tmp_path / "dustin.json")
-    default_config(CausalLM(tiny_tokenizer.model(num_hidden_layers=4)).spec, None).replace(
-        draft_heads=((0, 0), (2, 1)), gamma=2
-    ).save(pair[1])
-    monkeypatch.setattr(assets, "smollm2_pair", lambda: pair)
-    monkeypatch.setattr(demo, "WINDOW", 64)
+    use_tiny_pair(tmp_path, monkeypatch)
     with pytest.raises(ValueError, match=next(iter(bad))):
         demo.run_demo(tmp_path / "out", **bad)
