@@ -33,9 +33,10 @@ class Attention {
       : p_(p), sparse_(sparse), isa_(isa()) {}
 
   void run(int32_t threads) {
-    check(threads);
+    refuse_below(threads, 1, "threads");
+    if (sparse_ ? !check_arguments(*sparse_) : !check_arguments(p_)) return;
+    check();
     const DustinKvCache& c = p_.cache;
-    if (c.batch == 0 || p_.rows == 0) return;
     group_ = p_.heads / c.num_kv_heads;
     dim_padded_ = round_up(c.head_dim, isa_.dim_pad);
     const int rows = p_.rows * group_;
@@ -81,26 +82,18 @@ class Attention {
   }
 
  private:
-  void check(int32_t threads) const {
-    refuse_below(p_.rows, 0, "rows");
-    check_cache(p_.cache, true, p_.rows, threads);
+  // What the batch's data say.
+  void check() const {
     const DustinKvCache& c = p_.cache;
-    if (p_.heads <= 0 || p_.heads % c.num_kv_heads != 0)
-      refuse(p_.heads, " query heads are no multiple of ", c.num_kv_heads, " KV heads");
-    if (int64_t{p_.rows} * p_.heads > INT_MAX - kRowsATask)
-      refuse(p_.rows, " rows of ", p_.heads, " query heads are more than the kernels count");
-    if (c.batch == 0 || p_.rows == 0) return;
-    refuse_null(p_.q.data, "q");
-    refuse_null(p_.out.data, "out");
-    refuse_null(p_.lse, "lse");
+    check_history(c, p_.rows);
     if (!sparse_) return;
-    refuse_null(sparse_->counts, "counts");
-    refuse_below(sparse_->budget, 0, "budget");
     for (int b = 0; b < c.batch; b++) {
       const int count = sparse_->counts[b], length = c.lengths[b];
       if (count < 0 || count > length)
         refuse("counts[", b, "] is ", count, ", must be within 0 ... ", length,
                ", the row's history");
+      if (sparse_->max_count > 0 && count > sparse_->max_count)
+        refuse("counts[", b, "] is ", count, ", max_count ", sparse_->max_count);
       if (count == length) continue;  // all of it: the list is not read
       if (count > sparse_->budget)
         refuse("counts[", b, "] is ", count, ", the index list holds ", sparse_->budget);
@@ -174,8 +167,9 @@ class Attention {
               p_.out.data,
               block.b * p_.out.batch_stride + token * p_.out.row_stride + head * p_.out.head_stride,
               p_.cache.dtype));
-      p_.lse[(int64_t{block.b} * p_.rows + token) * p_.heads + head] =
-          (max[r] + std::log2(sum[r])) * kLn2;
+      if (p_.lse)
+        p_.lse[(int64_t{block.b} * p_.rows + token) * p_.heads + head] =
+            (max[r] + std::log2(sum[r])) * kLn2;
     }
   }
 

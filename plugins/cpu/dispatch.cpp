@@ -124,35 +124,15 @@ Choice& choice() {
   return instance;
 }
 
-thread_local char t_error[256] = "";
-
 }  // namespace
 
 const Isa& isa() { return *choice().used.load(std::memory_order_relaxed); }
 
-int32_t report(DustinStatus status, const char* message) noexcept {
-  std::snprintf(t_error, sizeof t_error, "%s", message);
-  return status;
-}
-
-void check_cache(const DustinKvCache& cache, bool reads_values, int new_tokens, int32_t threads) {
-  check_call(cache.dtype, threads);
-  refuse_below(cache.batch, 0, "batch");
-  refuse_below(cache.num_pages, 1, "num_pages");
-  refuse_below(cache.num_kv_heads, 1, "num_kv_heads");
-  refuse_below(cache.page_size, 1, "page_size");
-  refuse_below(cache.max_pages, 1, "max_pages");
-  refuse_below(cache.head_dim, 1, "head_dim");
-  if (cache.head_dim > DUSTIN_MAX_HEAD_DIM)
-    refuse<DUSTIN_UNSUPPORTED>("head_dim is ", cache.head_dim, ", at most ", DUSTIN_MAX_HEAD_DIM,
-                               " is supported");
-  if (cache.batch == 0) return;
-  refuse_null(cache.k, "k cache");
-  if (reads_values) refuse_null(cache.v, "v cache");
-  refuse_null(cache.page_table, "page_table");
-  refuse_null(cache.lengths, "lengths");
+void check_history(const DustinKvCache& cache, int new_tokens) {
   for (int b = 0; b < cache.batch; b++) {
     if (cache.lengths[b] < 0) refuse("lengths[", b, "] is ", cache.lengths[b]);
+    if (cache.max_length > 0 && cache.lengths[b] > cache.max_length)
+      refuse("lengths[", b, "] is ", cache.lengths[b], ", max_length ", cache.max_length);
     const int64_t tokens = int64_t{cache.lengths[b]} + new_tokens;
     if (tokens > INT_MAX) refuse("row ", b, " has ", tokens, " tokens, at most ", INT_MAX);
     const int64_t pages = (tokens + cache.page_size - 1) / cache.page_size;
@@ -171,10 +151,6 @@ void check_cache(const DustinKvCache& cache, bool reads_values, int new_tokens, 
 }  // namespace dustin
 
 extern "C" {
-
-const char* dustin_last_error(void) { return dustin::t_error; }
-
-int32_t dustin_abi_version(void) { return DUSTIN_ABI_VERSION; }
 
 void dustin_cpu_use_pool(DustinParallel parallel) {
   dustin::g_parallel.store(parallel, std::memory_order_release);

@@ -27,11 +27,9 @@ extern "C" int32_t dustin_cpu_kv_append(const DustinKvAppendParams* params, int3
   return guarded([&] {
     refuse_null(params, "params");
     const DustinKvCache& c = params->cache;
-    refuse_below(params->rows, 0, "rows");
-    check_cache(c, true, params->rows, threads);
-    if (c.batch == 0 || params->rows == 0) return;
-    refuse_null(params->k.data, "k");
-    refuse_null(params->v.data, "v");
+    refuse_below(threads, 1, "threads");
+    if (!check_arguments(*params)) return;
+    check_history(c, params->rows);
     // A decoding step's few rows are copied sooner than other threads wake up.
     constexpr int64_t kBytesWorthThreads = 256 << 10;
     const int64_t bytes =

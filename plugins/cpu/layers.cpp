@@ -10,7 +10,8 @@ namespace {
 // Rows in, rows out: rms_norm and silu_mul.
 template <class Params>
 void check_rows(const Params& p, int32_t threads) {
-  check_call(p.dtype, threads);
+  refuse_below(threads, 1, "threads");
+  check_dtype(p.dtype);
   refuse_below(p.rows, 0, "rows");
   refuse_below(p.dim, 1, "dim");
   if (p.rows == 0) return;
@@ -57,7 +58,8 @@ int32_t dustin_cpu_rotate(const DustinRotateParams* params, int32_t threads) {
   return guarded([&] {
     refuse_null(params, "params");
     const DustinRotateParams& p = *params;
-    check_call(p.dtype, threads);
+    refuse_below(threads, 1, "threads");
+    check_dtype(p.dtype);
     refuse_below(p.batch, 0, "batch");
     refuse_below(p.rows, 0, "rows");
     refuse_below(p.heads, 0, "heads");

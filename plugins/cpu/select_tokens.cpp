@@ -70,19 +70,7 @@ class Row {
   std::vector<int> candidates_;
 };
 
-void check(const DustinSelectTokensParams& p, int32_t threads) {
-  refuse_below(threads, 1, "threads");
-  refuse_below(p.batch, 0, "batch");
-  refuse_below(p.budget, 0, "budget");
-  refuse_below(p.lookahead, 0, "lookahead");
-  refuse_below(p.sink, 0, "sink");
-  refuse_below(p.window, 0, "window");
-  if (int64_t{p.sink} + p.window > p.budget)
-    refuse("sink ", p.sink, " and window ", p.window, " exceed the budget ", p.budget);
-  if (p.batch == 0) return;
-  refuse_null(p.lengths, "lengths");
-  refuse_null(p.counts, "counts");
-  if (p.budget > 0) refuse_null(p.indices, "indices");
+void check_lengths(const DustinSelectTokensParams& p) {
   for (int b = 0; b < p.batch; b++) {
     const int length = p.lengths[b];
     if (length < 0) refuse("lengths[", b, "] is ", length);
@@ -124,7 +112,9 @@ extern "C" int32_t dustin_cpu_select_tokens(const DustinSelectTokensParams* para
   using namespace dustin;
   return guarded([&] {
     refuse_null(params, "params");
-    check(*params, threads);
+    refuse_below(threads, 1, "threads");
+    if (!check_arguments(*params)) return;
+    check_lengths(*params);
     parallel_for(params->batch, threads, [&](int b) { select_row(*params, b); });
   });
 }

@@ -27,21 +27,12 @@ struct Group {
 
 void run(const DustinSrhScoreParams& p, int32_t threads) {
   const DustinKvCache& c = p.cache;
-  refuse_below(p.rows, 0, "rows");
-  refuse_below(p.query_heads, 0, "query_heads");
-  check_cache(c, false, 0, threads);
-  if (int64_t{p.rows} * p.query_heads > INT_MAX)
-    refuse(p.rows, " rows of ", p.query_heads, " query heads are more than the kernels count");
-  if (c.batch == 0 || p.rows == 0 || p.query_heads == 0) return;
-  refuse_null(p.queries.data, "queries");
-  refuse_null(p.kv_heads, "kv_heads");
-  refuse_null(p.scores, "scores");
+  refuse_below(threads, 1, "threads");
+  if (!check_arguments(p)) return;
+  check_history(c, 0);
   for (int b = 0; b < c.batch; b++)
     if (c.lengths[b] > p.scores_width)
       refuse("lengths[", b, "] is ", c.lengths[b], ", scores has room for ", p.scores_width);
-  for (int i = 0; i < p.query_heads; i++)
-    if (p.kv_heads[i] < 0 || p.kv_heads[i] >= c.num_kv_heads)
-      refuse("kv_heads[", i, "] is ", p.kv_heads[i], ", there are ", c.num_kv_heads, " KV heads");
 
   const Isa& isa = dustin::isa();
   std::vector<Group> groups;

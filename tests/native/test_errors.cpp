@@ -196,7 +196,8 @@ void test_wrong_attention() {
     };
     spoilt("no queries", [](auto& p) { p.q.data = nullptr; });
     spoilt("no output", [](auto& p) { p.out.data = nullptr; });
-    spoilt("no lse", [](auto& p) { p.lse = nullptr; });
+    spoilt("longer than max_length", [](auto& p) { p.cache.max_length = 1; });
+    spoilt("max_length", [](auto& p) { p.cache.max_length = -1; });
     spoilt("heads that KV heads do not divide", [](auto& p) { p.heads = 3; });
     for (const int32_t size : {-1, INT_MIN}) {
       spoilt("rows", [&](auto& p) { p.rows = size; });
@@ -217,6 +218,8 @@ void test_wrong_attention() {
   spoilt("no indices", [](Calls& c) { c.sparse_attention.indices = nullptr; });
   spoilt("no counts", [](Calls& c) { c.sparse_attention.counts = nullptr; });
   spoilt("budget", [](Calls& c) { c.sparse_attention.budget = -1; });
+  spoilt("max_count", [](Calls& c) { c.sparse_attention.max_count = -1; });
+  spoilt("more than max_count", [](Calls& c) { c.sparse_attention.max_count = 1; });
   for (const int32_t count : {-1, INT_MIN, kBudget + 1, INT_MAX})
     spoilt("count", [&](Calls& c) { c.counts[1] = count; });
   for (const int32_t index : {-1, INT_MIN, 33, INT_MAX})

@@ -27,7 +27,7 @@ extern "C" {
 #endif
 
 /* Raised with every change to the structs or functions below. */
-#define DUSTIN_ABI_VERSION 1
+#define DUSTIN_ABI_VERSION 2
 
 /* Largest head size the kernels take. */
 #define DUSTIN_MAX_HEAD_DIM 512
@@ -36,7 +36,8 @@ typedef enum DustinStatus {
   DUSTIN_OK = 0,
   DUSTIN_INVALID_ARGUMENT = 1, /* null pointer, negative size, index out of range, ... */
   DUSTIN_UNSUPPORTED = 2,      /* a dtype, head size or instruction set that is not there */
-  DUSTIN_OUT_OF_MEMORY = 3     /* no scratch memory */
+  DUSTIN_OUT_OF_MEMORY = 3,    /* no scratch memory */
+  DUSTIN_CUDA_ERROR = 4        /* the CUDA runtime refused a launch */
 } DustinStatus;
 
 typedef enum DustinDtype {
@@ -77,7 +78,8 @@ typedef struct DustinKvCache {
   int32_t page_size;    /* tokens */
   int32_t head_dim;     /* D */
   int32_t max_pages;
-  int32_t reserved; /* 0 */
+  int32_t
+      max_length; /* no lengths[b] is larger; 0 where nothing less than the page table bounds them */
 } DustinKvCache;
 
 /* Write w new keys and values a row at positions lengths[b] ... lengths[b] + w - 1. */
@@ -132,7 +134,7 @@ typedef struct DustinDenseAttentionParams {
   DustinKvCache cache;
   DustinRows q;   /* [B, w, Hq, D] */
   DustinRows out; /* [B, w, Hq, D] */
-  float* lse;     /* [B, w, Hq], contiguous: log-sum-exp of the scaled logits */
+  float* lse;     /* [B, w, Hq], contiguous: log-sum-exp of the scaled logits; or null */
   int32_t rows;   /* w */
   int32_t heads;  /* Hq */
   float scale;
@@ -140,14 +142,15 @@ typedef struct DustinDenseAttentionParams {
 } DustinDenseAttentionParams;
 
 /* The same over the history tokens listed in indices. (Dustin, step 4.) Where counts[b] equals
- * lengths[b] the whole history is read, with the very result of dense_attention. */
+ * lengths[b] the whole history is read, with the very result of dense_attention; only then may it
+ * exceed the budget. */
 typedef struct DustinSparseAttentionParams {
   DustinDenseAttentionParams attention;
   const int32_t* indices; /* [B, budget], distinct positions < lengths[b]; past counts[b] ignored */
   const int32_t* counts;  /* [B] */
   int64_t indices_stride;
   int32_t budget;
-  int32_t reserved;
+  int32_t max_count; /* no counts[b] is larger; 0 for the budget */
 } DustinSparseAttentionParams;
 
 /* What went wrong in the last call of this thread that returned an error; never null. */
@@ -231,6 +234,42 @@ DUSTIN_API int32_t dustin_cpu_silu_mul(const DustinSiluMulParams* params, int32_
  * bandwidth for streams and for random rows. row_bytes is a multiple of 64. */
 DUSTIN_API int32_t dustin_cpu_read_rows(const void* base, int64_t row_bytes, const int64_t* rows,
                                         int64_t count, uint64_t* sum, int32_t threads);
+
+/* ---- CUDA -------------------------------------------------------------------------------------- */
+
+/* In a library of its own, for NVIDIA GPUs of compute capability 8.0 and later. The structs are the
+ * same; every pointer in them is device memory, but for kv_heads, which is read during the call.
+ *
+ * A call queues kernels on `stream` (a cudaStream_t) and does nothing else: it allocates nothing,
+ * copies nothing and waits for nothing. So it can be captured in a CUDA graph and replayed over
+ * other lengths, counts, indices and page tables: how it is launched follows from the struct alone,
+ * with max_length and max_count as bounds of what lies on the device.
+ *
+ * float16 and bfloat16; head sizes 64, 80, 96, 128 and 256; up to 16 query heads a KV head; up to
+ * DUSTIN_CUDA_MAX_SCORED_HEADS query heads a scoring call. k, v and their strides are multiples of
+ * 16 bytes, those of other rows of heads of 4. What is not supported is refused, as on the CPU. What
+ * lies on the device cannot be checked here: lengths, counts, indices and page tables that are out
+ * of range stop a debug build (DUSTIN_CUDA_DEBUG) by an assertion and are undefined behaviour in
+ * others. */
+#define DUSTIN_CUDA_MAX_SCORED_HEADS 128
+
+/* Bytes of device memory, aligned to 256, that a call with these params takes as `workspace`: often
+ * 0. A function of shapes alone. -1 after an error. */
+DUSTIN_API int64_t dustin_cuda_srh_score_workspace(const DustinSrhScoreParams* params);
+DUSTIN_API int64_t dustin_cuda_dense_attention_workspace(const DustinDenseAttentionParams* params);
+DUSTIN_API int64_t
+dustin_cuda_sparse_attention_workspace(const DustinSparseAttentionParams* params);
+
+DUSTIN_API int32_t dustin_cuda_kv_append(const DustinKvAppendParams* params, void* stream);
+DUSTIN_API int32_t dustin_cuda_srh_score(const DustinSrhScoreParams* params, void* workspace,
+                                         int64_t workspace_bytes, void* stream);
+DUSTIN_API int32_t dustin_cuda_select_tokens(const DustinSelectTokensParams* params, void* stream);
+DUSTIN_API int32_t dustin_cuda_dense_attention(const DustinDenseAttentionParams* params,
+                                               void* workspace, int64_t workspace_bytes,
+                                               void* stream);
+DUSTIN_API int32_t dustin_cuda_sparse_attention(const DustinSparseAttentionParams* params,
+                                                void* workspace, int64_t workspace_bytes,
+                                                void* stream);
 
 #ifdef __cplusplus
 }
