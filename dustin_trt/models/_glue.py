@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dustin_trt.ops import native
+from dustin_trt.ops._params import DTYPES, ROWS
 
 _RMS_NORM = Struct("@3Pq2ifi")
-_ROTATE = Struct(f"@{native.ROWS}2P6i")
+_ROTATE = Struct(f"@{ROWS}2P6i")
 _SILU_MUL = Struct("@2Pq2i")
 
 
@@ -37,7 +38,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x)
     params = _RMS_NORM.pack(
         x.data_ptr(), weight.data_ptr(), out.data_ptr(),
-        x.numel() // dim, dim, native.DTYPES[x.dtype], eps, 0,
+        x.numel() // dim, dim, DTYPES[x.dtype], eps, 0,
     )  # fmt: skip
     native.call("dustin_cpu_rms_norm", params)
     return out
@@ -51,7 +52,7 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     if _native(x) and strides[3] == 1 and _like(x, cos, size) and _like(x, sin, size):
         params = _ROTATE.pack(
             x.data_ptr(), *strides[:3], cos.data_ptr(), sin.data_ptr(),
-            batch, rows, heads, dim, native.DTYPES[x.dtype], 0,
+            batch, rows, heads, dim, DTYPES[x.dtype], 0,
         )  # fmt: skip
         native.call("dustin_cpu_rotate", params)
         return
@@ -68,7 +69,7 @@ def silu_mul(x: Tensor) -> Tensor:
     dim = x.shape[-1] // 2
     out = x.new_empty(*x.shape[:-1], dim)
     params = _SILU_MUL.pack(
-        x.data_ptr(), out.data_ptr(), x.numel() // (2 * dim), dim, native.DTYPES[x.dtype]
+        x.data_ptr(), out.data_ptr(), x.numel() // (2 * dim), dim, DTYPES[x.dtype]
     )
     native.call("dustin_cpu_silu_mul", params)
     return out

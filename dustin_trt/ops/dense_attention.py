@@ -8,7 +8,7 @@ from struct import Struct
 import torch
 from torch import Tensor
 
-from dustin_trt.ops import native
+from dustin_trt.ops import cuda, native
 from dustin_trt.ops._attend import (
     Attend,
     attend_cpu,
@@ -17,6 +17,7 @@ from dustin_trt.ops._attend import (
 )
 from dustin_trt.ops._library import define
 from dustin_trt.ops._paging import history
+from dustin_trt.ops._params import CACHE, ROWS, cache_fields, dense_rows, rows_fields
 
 
 def _implementation(attend: Attend) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -52,19 +53,19 @@ def _implementation(attend: Attend) -> Callable[..., tuple[Tensor, Tensor]]:
 reference = _implementation(attend_reference)
 _torch_cpu = _implementation(attend_cpu)
 
-_PARAMS = Struct(f"@{native.CACHE}{native.ROWS}{native.ROWS}P2ifi")
+_PARAMS = Struct(f"@{CACHE}{ROWS}{ROWS}P2ifi")
 
 
 def prepare(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, lengths: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, bytes]:
-    """Outputs to write, and `DustinDenseAttentionParams`; `q` as `native.dense_rows` returns it."""
+    """Outputs to write, and `DustinDenseAttentionParams`; `q` as `dense_rows` returns it."""
     rows, w, heads, dim = q.shape
-    cache = native.cache_fields(k_cache, v_cache, page_table, lengths)
-    queries = native.rows_fields(q, cache, "q")
+    cache, device = cache_fields(k_cache, v_cache, page_table, lengths), k_cache.device
+    queries = rows_fields(q, cache, "q", device)
     # Of the ways to allocate, those which take least: a call must not cost more than the work.
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = torch.empty(rows, w, heads, dtype=torch.float32, device=native.CPU)
+    lse = torch.empty(rows, w, heads, dtype=torch.float32, device=device)
     params = _PARAMS.pack(
         *cache, *queries,
         out.data_ptr(), w * heads * dim, heads * dim, dim, lse.data_ptr(), w, heads, scale, 0,
@@ -79,10 +80,24 @@ def _cpu(
         return reference(q, k_cache, v_cache, page_table, lengths, scale)
     if not native.takes(k_cache):
         return _torch_cpu(q, k_cache, v_cache, page_table, lengths, scale)
-    q = native.dense_rows(q, q.dtype)
+    q = dense_rows(q, q.dtype)
     out, lse, params = prepare(q, k_cache, v_cache, page_table, lengths, scale)
     native.call("dustin_cpu_dense_attention", params)
     return out, lse
+
+
+def _cuda(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, lengths: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    arguments = (dense_rows(q, q.dtype), k_cache, v_cache, page_table, lengths, scale)
+    if q.dtype is not k_cache.dtype:
+        return reference(*arguments)
+
+    def prepared() -> tuple[bytes, tuple[Tensor, Tensor]]:
+        out, lse, params = prepare(*arguments)
+        return params, (out, lse)
+
+    return cuda.run("dense_attention", prepared, lambda: reference(*arguments), k_cache)
 
 
 dense_attention = define(
@@ -91,5 +106,6 @@ dense_attention = define(
     "-> (Tensor, Tensor)",
     reference,
     cpu=_cpu,
+    cuda=_cuda,
     shape=lambda q, k_cache, v_cache, page_table, lengths, scale: empty_like_queries(q),
 )

@@ -7,8 +7,9 @@ from struct import Struct
 import torch
 from torch import Tensor
 
-from dustin_trt.ops import native
+from dustin_trt.ops import cuda, native
 from dustin_trt.ops._library import define
+from dustin_trt.ops._params import CACHE, ROWS, cache_fields, dense_rows, rows_fields
 
 
 def reference(
@@ -32,7 +33,7 @@ def reference(
     v_cache[page, :, offset] = v.to(v_cache.dtype)
 
 
-_PARAMS = Struct(f"@{native.CACHE}{native.ROWS}{native.ROWS}2i")
+_PARAMS = Struct(f"@{CACHE}{ROWS}{ROWS}2i")
 
 
 def _cpu(
@@ -40,13 +41,30 @@ def _cpu(
 ) -> None:
     if not native.takes(k_cache):
         return reference(k, v, k_cache, v_cache, page_table, lengths)
-    k, v = native.dense_rows(k, k_cache.dtype), native.dense_rows(v, k_cache.dtype)
-    cache = native.cache_fields(k_cache, v_cache, page_table, lengths)
+    k, v = dense_rows(k, k_cache.dtype), dense_rows(v, k_cache.dtype)
+    native.call("dustin_cpu_kv_append", _pack(k, v, k_cache, v_cache, page_table, lengths))
+
+
+def _cuda(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, lengths: Tensor
+) -> None:
+    where = (k_cache, v_cache, page_table, lengths)
+    k, v = dense_rows(k, k_cache.dtype), dense_rows(v, k_cache.dtype)
+    cuda.run(
+        "kv_append", lambda: (_pack(k, v, *where), None), lambda: reference(k, v, *where), k_cache
+    )
+
+
+def _pack(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, lengths: Tensor
+) -> bytes:
+    """`DustinKvAppendParams`; `k` and `v` as `dense_rows` returns them."""
+    cache, device = cache_fields(k_cache, v_cache, page_table, lengths), k_cache.device
     shape = _, w, heads, _ = k.shape
     if v.shape != shape or heads != k_cache.shape[1]:
         raise ValueError(f"k {[*shape]}, v {[*v.shape]} and caches {[*k_cache.shape]} do not match")
-    rows = (*native.rows_fields(k, cache, "k"), *native.rows_fields(v, cache, "v"))
-    native.call("dustin_cpu_kv_append", _PARAMS.pack(*cache, *rows, w, 0))
+    rows = (*rows_fields(k, cache, "k", device), *rows_fields(v, cache, "v", device))
+    return _PARAMS.pack(*cache, *rows, w, 0)
 
 
 kv_append = define(
@@ -55,5 +73,6 @@ kv_append = define(
     "Tensor lengths) -> ()",
     reference,
     cpu=_cpu,
+    cuda=_cuda,
     shape=lambda k, v, k_cache, v_cache, page_table, lengths: None,
 )

@@ -2,7 +2,7 @@
 
 The library (`plugins/cpu`) knows nothing of torch. Each op's file packs the parameter struct of
 `plugins/include/dustin/kernels.h` and calls it through `call`. `DUSTIN_CPU_ISA` in the environment
-names an instruction set, or `reference` for torch alone.
+names an instruction set, or `reference` for torch alone. `cuda` is the same for NVIDIA GPUs.
 """
 
 from __future__ import annotations
@@ -17,30 +17,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dustin_trt.ops._native_library import find_library
+from dustin_trt.ops._native_library import CPU_LIBRARY, abi_problem, error_of, find_library
+from dustin_trt.ops._params import DTYPES
 
-ABI_VERSION = 1
 REFERENCE = "reference"
-
-CPU = torch.device("cpu")
-"""Said outright where memory is made: torch's default may be another."""
-DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-"""Codes of `DustinDtype`."""
-
-CACHE = "4P4q8i"
-"""Layout of `DustinKvCache`, for `struct`; `cache_fields` fills it."""
-_BATCH, _HEAD_DIM = 9, 13  # places in it
-ROWS = "P3q"
-"""Layout of `DustinRows`; `rows_fields` fills it."""
-
-_ERRORS = {1: ValueError, 2: NotImplementedError, 3: MemoryError}
 
 
 class _Kernels:
     """The loaded library, or why there is none."""
 
     def __init__(self) -> None:
-        self.path = find_library()
+        self.path = find_library(CPU_LIBRARY)
         self.library: ctypes.CDLL | None = None
         self.isas: tuple[str, ...] = ()
         self.isa = REFERENCE
@@ -72,13 +59,9 @@ class _Kernels:
             library = ctypes.CDLL(str(self.path))
         except OSError as error:
             return f"{self.path} cannot be loaded: {error}"
-        version = library.dustin_abi_version()
-        if version != ABI_VERSION:
-            return (
-                f"{self.path} has ABI version {version}, this package needs {ABI_VERSION}: "
-                "install dustin-trt again"
-            )
-        for name in ("dustin_last_error", "dustin_cpu_isas", "dustin_cpu_isa"):
+        if problem := abi_problem(library, self.path):
+            return problem
+        for name in ("dustin_cpu_isas", "dustin_cpu_isa"):
             getattr(library, name).restype = ctypes.c_char_p
         for name in _OPS:
             # The struct travels as bytes: one pack is far cheaper than thirty ctypes fields.
@@ -186,96 +169,6 @@ def takes(cache: Tensor) -> bool:
     return cache.dtype in _kernels.takes
 
 
-def cache_fields(
-    k: Tensor, v: Tensor | None, page_table: Tensor, lengths: Tensor
-) -> tuple[int, ...]:
-    """Values for `CACHE`.
-
-    Parameters
-    ----------
-    k, v : Tensor `[pages, Hkv, page_size, D]`, of equal strides; v None where it is not read
-    page_table : Tensor `[B, max_pages]` int32
-    lengths : Tensor `[B]` int32, contiguous
-    """
-    pages, heads, page_size, dim = k.shape
-    page, head, token, element = strides = k.stride()
-    dtype = k.dtype
-    if not k.is_cpu or (element != 1 and dim > 1):
-        raise ValueError(f"the cache must lie on the CPU with contiguous heads: {_describe(k)}")
-    if v is not None and (
-        v.dtype is not dtype or v.stride() != strides or v.shape != k.shape or not v.is_cpu
-    ):
-        raise ValueError(f"k and v cache must be alike: {_describe(k)}, {_describe(v)}")
-    table, rows, batch, stride, max_pages = list_fields(page_table, lengths)
-    return (
-        k.data_ptr(), 0 if v is None else v.data_ptr(), table, rows, page, head, token, stride,
-        DTYPES[dtype], batch, pages, heads, page_size, dim, max_pages, 0,
-    )  # fmt: skip
-
-
-def list_fields(table: Tensor, rows: Tensor) -> tuple[int, int, int, int, int]:
-    """Addresses of `table [B, n]` and `rows [B]`, both int32; B, the table's row stride, and n."""
-    batch, width = table.shape
-    stride, column = table.stride()
-    if (
-        table.dtype is not torch.int32
-        or rows.dtype is not torch.int32
-        or rows.numel() != batch
-        or not rows.is_contiguous()
-        or (column != 1 and width > 1)
-        or not table.is_cpu
-        or not rows.is_cpu
-    ):
-        raise ValueError(
-            "page_table and lengths, or indices and counts, must be [B, n] and [B] of torch.int32, "
-            f"contiguous, on the CPU: {_describe(table)}, {_describe(rows)}"
-        )
-    return table.data_ptr(), rows.data_ptr(), batch, stride, width
-
-
-def score_fields(scores: Tensor, batch: int) -> tuple[int, int, int]:
-    """Address, row stride and width of `scores [B, N]` fp32."""
-    rows, width = scores.shape
-    stride, column = scores.stride()
-    if (
-        scores.dtype is not torch.float32
-        or rows != batch
-        or (column != 1 and width > 1)
-        or not scores.is_cpu
-    ):
-        raise ValueError(
-            f"scores must be [{batch}, N] of torch.float32, contiguous in each row, on the CPU: "
-            f"{_describe(scores)}"
-        )
-    return scores.data_ptr(), stride, width
-
-
-def rows_fields(x: Tensor, cache: tuple[int, ...], name: str) -> tuple[int, int, int, int]:
-    """Values for `ROWS`: `x [B, rows, heads, D]` from `dense_rows`, of the cache's B and D."""
-    rows, _, _, dim = x.shape
-    batch_stride, row, head, _ = x.stride()
-    if rows != cache[_BATCH] or dim != cache[_HEAD_DIM] or not x.is_cpu:
-        raise ValueError(
-            f"{name} must be [{cache[_BATCH]}, rows, heads, {cache[_HEAD_DIM]}] on the CPU: "
-            f"{_describe(x)}"
-        )
-    return x.data_ptr(), batch_stride, row, head
-
-
-def dense_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x [B, rows, heads, D]` in `dtype` with contiguous heads; a copy only where it must be.
-
-    The caller keeps it until the kernel, which has but its address, returns.
-    """
-    if x.dtype is not dtype:
-        x = x.to(dtype)
-    return x if x.stride()[3] == 1 else x.contiguous()
-
-
-def _describe(x: Tensor) -> str:
-    return f"{[*x.shape]} of {x.dtype} on {x.device}, strides {[*x.stride()]}"
-
-
 def call(function: str, params: bytes) -> None:
     """Call an op with its packed parameter struct.
 
@@ -286,10 +179,8 @@ def call(function: str, params: bytes) -> None:
     """
     library = _kernels.library
     assert library is not None, "takes() was not asked"
-    status = getattr(library, function)(params, torch.get_num_threads())
-    if status:
-        message = library.dustin_last_error().decode(errors="replace")
-        raise _ERRORS[status](f"{function.removeprefix('dustin_cpu_')}: {message}")
+    if status := getattr(library, function)(params, torch.get_num_threads()):
+        raise error_of(library, status, function.removeprefix("dustin_cpu_"))
 
 
 def read_rows(base: Tensor, row_bytes: int, rows: Tensor | None = None) -> int:
@@ -319,5 +210,5 @@ def read_rows(base: Tensor, row_bytes: int, rows: Tensor | None = None) -> int:
         ctypes.byref(total), torch.get_num_threads(),
     )  # fmt: skip
     if status:
-        raise _ERRORS[status](_kernels.library.dustin_last_error().decode(errors="replace"))
+        raise error_of(_kernels.library, status, "read_rows")
     return total.value

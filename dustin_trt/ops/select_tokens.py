@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from struct import Struct
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from dustin_trt.ops import native
+from dustin_trt.ops import cuda, native
 from dustin_trt.ops._library import define
+from dustin_trt.ops._params import list_fields, score_fields
 
 
 def reference(
@@ -88,21 +91,55 @@ def _cpu(
 ) -> tuple[Tensor, Tensor]:
     if not native.active():
         return reference(target_scores, draft_scores, lengths, budget, lookahead, sink, window)
-    batch = lengths.shape[0]
+    params, outputs = _prepare(
+        target_scores, draft_scores, lengths, budget, lookahead, sink, window
+    )
+    native.call("dustin_cpu_select_tokens", params)
+    return outputs
+
+
+def _cuda(
+    target_scores: Tensor | None,
+    draft_scores: Tensor | None,
+    lengths: Tensor,
+    budget: int,
+    lookahead: int,
+    sink: int,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    def run(op: Callable[..., Result]) -> Result:
+        return op(target_scores, draft_scores, lengths, budget, lookahead, sink, window)
+
+    return cuda.run("select_tokens", lambda: run(_prepare), lambda: run(reference), lengths)
+
+
+Result = TypeVar("Result")
+
+
+def _prepare(
+    target_scores: Tensor | None,
+    draft_scores: Tensor | None,
+    lengths: Tensor,
+    budget: int,
+    lookahead: int,
+    sink: int,
+    window: int,
+) -> tuple[bytes, tuple[Tensor, Tensor]]:
+    """`DustinSelectTokensParams`, and the outputs that it points to."""
+    batch, device = lengths.shape[0], lengths.device
     target = draft = (0, 0, 0)
     if target_scores is not None:
-        target = native.score_fields(target_scores, batch)
+        target = score_fields(target_scores, batch, device)
     if draft_scores is not None:
-        draft = native.score_fields(draft_scores, batch)
+        draft = score_fields(draft_scores, batch, device)
     indices, counts = _shape(target_scores, draft_scores, lengths, budget, lookahead, sink, window)
-    listed, history, _, stride, _ = native.list_fields(indices, lengths)
+    listed, history, _, stride, _ = list_fields(indices, lengths, device)
     params = _PARAMS.pack(
         target[0], draft[0], history, listed, counts.data_ptr(),
         target[1], draft[1], stride,
         target[2], draft[2], batch, budget, lookahead, sink, window, 0,
     )  # fmt: skip
-    native.call("dustin_cpu_select_tokens", params)
-    return indices, counts
+    return params, (indices, counts)
 
 
 def _shape(
@@ -123,5 +160,6 @@ select_tokens = define(
     "int sink, int window) -> (Tensor, Tensor)",
     reference,
     cpu=_cpu,
+    cuda=_cuda,
     shape=_shape,
 )

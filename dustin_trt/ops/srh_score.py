@@ -7,9 +7,17 @@ from struct import Struct
 
 from torch import Tensor
 
-from dustin_trt.ops import native
+from dustin_trt.ops import cuda, native
 from dustin_trt.ops._library import define
 from dustin_trt.ops._paging import history
+from dustin_trt.ops._params import (
+    CACHE,
+    ROWS,
+    cache_fields,
+    dense_rows,
+    rows_fields,
+    score_fields,
+)
 
 
 def reference(
@@ -50,7 +58,7 @@ def reference(
             scores[b, :length] += logits.softmax(-1).sum(0)
 
 
-_PARAMS = Struct(f"@{native.CACHE}{native.ROWS}2Pq3if")
+_PARAMS = Struct(f"@{CACHE}{ROWS}2Pq3if")
 
 
 def _cpu(
@@ -65,18 +73,51 @@ def _cpu(
     # Queries of another dtype would lose digits on their way into the kernel.
     if not native.takes(k_cache) or queries.dtype is not k_cache.dtype:
         return reference(queries, kv_heads, k_cache, page_table, lengths, scale, scores)
-    queries = native.dense_rows(queries, k_cache.dtype)
+    queries, heads = dense_rows(queries, k_cache.dtype), array("i", kv_heads)
+    params = _pack(queries, heads, k_cache, page_table, lengths, scale, scores)
+    native.call("dustin_cpu_srh_score", params)
+
+
+def _cuda(
+    queries: Tensor,
+    kv_heads: list[int],
+    k_cache: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    scale: float,
+    scores: Tensor,
+) -> None:
+    queries, heads = dense_rows(queries, queries.dtype), array("i", kv_heads)
+    arguments = (k_cache, page_table, lengths, scale, scores)
+    if queries.dtype is not k_cache.dtype:
+        return reference(queries, kv_heads, *arguments)
+    cuda.run(
+        "srh_score",
+        lambda: (_pack(queries, heads, *arguments), None),
+        lambda: reference(queries, kv_heads, *arguments),
+        k_cache,
+    )
+
+
+def _pack(
+    queries: Tensor,
+    heads: array,
+    k_cache: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    scale: float,
+    scores: Tensor,
+) -> bytes:
+    """`DustinSrhScoreParams`; `queries` as `dense_rows` returns them, `heads` of C integers."""
     batch, rows, query_heads, _ = queries.shape
-    if len(kv_heads) != query_heads:
-        raise ValueError(f"queries have {query_heads} heads, kv_heads names {len(kv_heads)}")
-    heads = array("i", kv_heads)
-    cache = native.cache_fields(k_cache, None, page_table, lengths)
-    added, stride, width = native.score_fields(scores, batch)
-    params = _PARAMS.pack(
-        *cache, *native.rows_fields(queries, cache, "queries"),
+    if len(heads) != query_heads:
+        raise ValueError(f"queries have {query_heads} heads, kv_heads names {len(heads)}")
+    cache, device = cache_fields(k_cache, None, page_table, lengths), k_cache.device
+    added, stride, width = score_fields(scores, batch, device)
+    return _PARAMS.pack(
+        *cache, *rows_fields(queries, cache, "queries", device),
         heads.buffer_info()[0], added, stride, width, rows, query_heads, scale,
     )  # fmt: skip
-    native.call("dustin_cpu_srh_score", params)
 
 
 srh_score = define(
@@ -85,5 +126,6 @@ srh_score = define(
     "float scale, Tensor(a!) scores) -> ()",
     reference,
     cpu=_cpu,
+    cuda=_cuda,
     shape=lambda queries, kv_heads, k_cache, page_table, lengths, scale, scores: None,
 )

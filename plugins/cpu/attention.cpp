@@ -92,8 +92,8 @@ class Attention {
       if (count < 0 || count > length)
         refuse("counts[", b, "] is ", count, ", must be within 0 ... ", length,
                ", the row's history");
-      if (sparse_->max_count > 0 && count > sparse_->max_count)
-        refuse("counts[", b, "] is ", count, ", max_count ", sparse_->max_count);
+      const int most = sparse_->max_count > 0 ? sparse_->max_count : sparse_->budget;
+      if (count > most) refuse("counts[", b, "] is ", count, ", max_count is ", most);
       if (count == length) continue;  // all of it: the list is not read
       if (count > sparse_->budget)
         refuse("counts[", b, "] is ", count, ", the index list holds ", sparse_->budget);

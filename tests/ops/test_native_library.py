@@ -1,7 +1,9 @@
 import pytest
 
 from dustin_trt.ops import _native_library, native
-from dustin_trt.ops._native_library import VARIABLE, find_library
+from dustin_trt.ops._native_library import CPU_LIBRARY, find_library, variable
+
+VARIABLE = variable(CPU_LIBRARY)
 
 
 @pytest.fixture
@@ -12,26 +14,26 @@ def package(tmp_path, monkeypatch):
 
 
 def test_a_package_without_a_library(package):
-    assert find_library() is None
+    assert find_library(CPU_LIBRARY) is None
 
 
 def test_the_library_of_the_package(package):
     (package / "lib").mkdir()
     (package / "lib" / "libdustin_cpu.so").touch()
-    assert find_library() == package / "lib" / "libdustin_cpu.so"
+    assert find_library(CPU_LIBRARY) == package / "lib" / "libdustin_cpu.so"
 
 
 def test_the_variable_comes_first(package, monkeypatch):
     other = package / "sanitized.so"
     other.touch()
     monkeypatch.setenv(VARIABLE, str(other))
-    assert find_library() == other
+    assert find_library(CPU_LIBRARY) == other
 
 
 def test_a_variable_that_names_nothing(package, monkeypatch):
     monkeypatch.setenv(VARIABLE, "missing.so")
     with pytest.raises(FileNotFoundError, match=f"{VARIABLE} names missing.so"):
-        find_library()
+        find_library(CPU_LIBRARY)
 
 
 def test_torch_in_a_folder_with_spaces(monkeypatch):
