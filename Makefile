@@ -5,17 +5,19 @@ DEMO_OUTPUT ?= demo_output
 DTYPE ?=
 DEMO_ARGS ?=
 PYTEST_ARGS ?= -q -n 2
+GPU_ARGS ?=
 
 BIN := .venv/bin
 CONSTRAINTS := build_scripts/constraints.txt
 READY := .venv/.ready
-NATIVE := CMakeLists.txt $(wildcard plugins/cpu/* plugins/include/dustin/*)
-SOURCES := $(wildcard plugins/cpu/*.[ch]* plugins/include/dustin/*.h tests/native/*.[ch]*)
+NATIVE := CMakeLists.txt $(wildcard plugins/common/* plugins/cpu/* plugins/include/dustin/*)
+SOURCES := $(wildcard $(foreach d,plugins/common plugins/cpu plugins/cuda tests/native tests/cuda,$d/*.cpp $d/*.h $d/*.cu $d/*.cuh) \
+  plugins/include/dustin/*.h)
 COMPILER := $(shell for c in $${CXX:-c++ g++ clang++}; do command -v $$c && break; done)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-reference sanitize lint clean
+.PHONY: help setup demo test test-reference emulated sanitize gpu gpu-dry lint clean
 
 help: ## Say what there is (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,21 +43,35 @@ $(READY): pyproject.toml $(CONSTRAINTS) $(NATIVE)
 demo: $(READY) ## Run the demo on a real model (DTYPE=float32, DEMO_OUTPUT=folder, DEMO_ARGS=more)
 	@$(BIN)/dustin-trt demo --output $(DEMO_OUTPUT) $(if $(DTYPE),--dtype $(DTYPE)) $(DEMO_ARGS)
 
-test: $(READY) ## Fetch the test model and text, then run the tests (PYTEST_ARGS="-q --durations=10")
+test: $(READY) $(if $(COMPILER),emulated) ## Fetch the test model and text, then run the tests (PYTEST_ARGS="-q --durations=10")
 	@$(BIN)/python -m dustin_trt.evaluation.assets
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-reference: $(READY) ## Run models and decoding loop once more on torch alone, without native kernels
 	@DUSTIN_CPU_ISA=reference $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not model" tests/models tests/runtime
 
+emulated: export PATH := $(CURDIR)/$(BIN):$(PATH)
+emulated: $(READY) ## Build the CUDA kernels for the host and run them there, in every order of threads
+	@cmake -S . -B build/host -G Ninja -DDUSTIN_EMULATED=ON >/dev/null
+	@cmake --build build/host --target test_cuda -- --quiet
+	@build/host/tests/cuda/test_cuda
+
 sanitize: export PATH := $(CURDIR)/$(BIN):$(PATH)
 sanitize: $(READY) ## Run the native tests under the address and undefined-behaviour sanitizers
 	@[ -n "$(COMPILER)" ] || { \
 	  echo "error: make sanitize needs a C++ compiler; on Debian or Ubuntu: apt install g++" >&2; exit 1; }
-	@cmake -S . -B build/sanitize -G Ninja -DDUSTIN_NATIVE_TESTS=ON \
+	@cmake -S . -B build/sanitize -G Ninja -DDUSTIN_NATIVE_TESTS=ON -DDUSTIN_EMULATED=ON \
 	  -DDUSTIN_SANITIZE=address,undefined >/dev/null
 	@cmake --build build/sanitize -- --quiet
 	@build/sanitize/tests/native/test_kernels
+	@build/sanitize/tests/cuda/test_cuda 3
+
+# Neither makes .venv: a GPU machine runs this on the Python that has its torch, without network.
+gpu: ## On a machine with an NVIDIA GPU: build, test, measure, write benchmarks/results (PYTHON=python3)
+	@PYTHONPATH=.:$$PYTHONPATH $(PYTHON) -m benchmarks.gpu $(GPU_ARGS)
+
+gpu-dry: $(READY) ## Rehearse make gpu on CPU tensors at tiny sizes, with emulated kernels where built
+	@PYTHONPATH=.:$$PYTHONPATH $(BIN)/python -m benchmarks.gpu --rehearse $(GPU_ARGS)
 
 lint: $(READY) ## Check style, formatting, types and the direction of imports
 	@$(BIN)/ruff check .

@@ -16,7 +16,7 @@ _ERRORS = {1: ValueError, 2: NotImplementedError, 3: MemoryError, 4: RuntimeErro
 
 
 def variable(kind: str) -> str:
-    """The environment variable that names a library: `DUSTIN_CPU_LIBRARY`, `DUSTIN_CUDA_LIBRARY`."""
+    """The environment variable that names a library, like `DUSTIN_CPU_LIBRARY`."""
     return f"DUSTIN_{kind.upper()}_LIBRARY"
 
 

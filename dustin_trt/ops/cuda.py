@@ -112,15 +112,21 @@ def problem() -> str | None:
     return _library.problem
 
 
+def use(library: CudaLibrary) -> None:
+    """Use another library from now on."""
+    global _library
+    _library = library
+
+
 @contextmanager
 def using(library: CudaLibrary) -> Iterator[None]:
     """Use another library for a while; for tests."""
-    global _library
-    before, _library = _library, library
+    before = _library
+    use(library)
     try:
         yield
     finally:
-        _library = before
+        use(before)
 
 
 def takes(cache: Tensor, heads: int) -> bool:

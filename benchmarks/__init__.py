@@ -1,0 +1,1 @@
+"""Scripts that measure; `benchmarks.gpu` is the one command for a GPU machine."""
