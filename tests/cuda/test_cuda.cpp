@@ -1,6 +1,6 @@
 // The CUDA kernels under the emulator: every op against plain loops, in every order of threads.
 //
-//   test_cuda [random shapes] [seed] [op]
+//   test_cuda [random shapes] [seed] [op] [head size]
 
 #include <cstdio>
 #include <cstdlib>
@@ -276,7 +276,7 @@ void test_select_tokens(Random& random, int longest) {
                                         : random.between(longest / 2, longest));
   const int width = *std::max_element(lengths.begin(), lengths.end()) + random.between(0, 3);
   const int stride = width + random.between(0, 3);
-  const int kind = random.between(0, 4);
+  const int kind = random.between(0, 5);
   const auto any_score = [&]() -> float {
     if (kind == 1) return 0.25f * static_cast<float>(random.between(-2, 2));  // ties
     if (kind == 2) return random.once_in(2) ? 0.0f : -0.0f;
@@ -284,7 +284,8 @@ void test_select_tokens(Random& random, int longest) {
       return random.of<float>({NAN, -NAN, INFINITY, -INFINITY, 1e-40f, 3e38f});
     // Scores that differ in their last bits only.
     if (kind == 4) return float_of(bits_of(0.7f) + random.between(0, 5000));
-    return static_cast<float>(random.normal());
+    const double normal = random.normal();
+    return static_cast<float>(kind == 5 ? -std::abs(normal) : normal);
   };
   std::vector<float> scores[2];
   for (std::vector<float>& some : scores)
@@ -331,9 +332,12 @@ void test_select_tokens(Random& random, int longest) {
 
 constexpr int kCudaLayouts = 3;  // of kLayouts; the last is aligned to nothing
 
+int g_head_dim = 0;  // the only one to test; 0 for all
+
 bool wanted(const char* op, const char* only) { return !only || !std::strcmp(op, only); }
 
 void test_ops(const Shape& shape, Random& random, int budget, int query_heads, const char* only) {
+  if (g_head_dim != 0 && shape.head_dim != g_head_dim) return;
   if (wanted("attention", only)) test_attention(shape, random, budget);
   if (wanted("srh_score", only) && shape.rows <= 16) test_srh_score(shape, random, query_heads);
   if (wanted("kv_append", only)) test_kv_append(shape, random);
@@ -403,6 +407,7 @@ int main(int argc, char** argv) {
   const int shapes = argc > 1 ? std::atoi(argv[1]) : 12;
   Random random(argc > 2 ? std::atoi(argv[2]) : 1);
   const char* const only = argc > 3 ? argv[3] : nullptr;
+  if (argc > 4) g_head_dim = std::atoi(argv[4]);
   if (wanted("refusals", only)) test_refusals();
   test_grid(random, only);
   test_random_shapes(random, shapes, only);
