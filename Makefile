@@ -6,10 +6,13 @@ DTYPE ?=
 DEMO_ARGS ?=
 PYTEST_ARGS ?= -q -n 2
 GPU_ARGS ?=
+CUDA_ARCHITECTURES ?= native
+NVCC ?= nvcc
 
 BIN := .venv/bin
 CONSTRAINTS := build_scripts/constraints.txt
 READY := .venv/.ready
+CUDA_CHECKS := .venv/.cuda-checks
 NATIVE := CMakeLists.txt $(wildcard plugins/common/* plugins/cpu/* plugins/include/dustin/*)
 SOURCES := $(wildcard $(foreach d,plugins/common plugins/cpu plugins/cuda tests/native tests/cuda,$d/*.cpp $d/*.h $d/*.cu $d/*.cuh) \
   plugins/include/dustin/*.h)
@@ -17,7 +20,7 @@ COMPILER := $(shell for c in $${CXX:-c++ g++ clang++}; do command -v $$c && brea
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-reference emulated sanitize gpu gpu-dry lint clean
+.PHONY: help setup demo test test-reference emulated mutants sanitize cuda cuda-check gpu gpu-dry lint clean
 
 help: ## Say what there is (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,9 +29,9 @@ setup: $(READY) ## Make .venv with the pinned packages, and build the native ker
 
 # pip hands the environment's constraints, not those of its command line, to what builds the kernels;
 # the name it reads them from depends on its version.
-$(READY): export PIP_CONSTRAINT := $(abspath $(CONSTRAINTS))
-$(READY): export PIP_BUILD_CONSTRAINT := $(abspath $(CONSTRAINTS))
-$(READY): export DUSTIN_REQUIRE_NATIVE := $(if $(COMPILER),1,0)
+$(READY) $(CUDA_CHECKS): export PIP_CONSTRAINT := $(abspath $(CONSTRAINTS))
+$(READY) $(CUDA_CHECKS): export PIP_BUILD_CONSTRAINT := $(abspath $(CONSTRAINTS))
+$(READY) $(CUDA_CHECKS): export DUSTIN_REQUIRE_NATIVE := $(if $(COMPILER),1,0)
 $(READY): pyproject.toml $(CONSTRAINTS) $(NATIVE)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 	  echo "error: $(PYTHON) is missing or older than 3.10; try: make setup PYTHON=python3.12" >&2; exit 1; }
@@ -53,8 +56,12 @@ test-reference: $(READY) ## Run models and decoding loop once more on torch alon
 emulated: export PATH := $(CURDIR)/$(BIN):$(PATH)
 emulated: $(READY) ## Build the CUDA kernels for the host and run them there, in every order of threads
 	@cmake -S . -B build/host -G Ninja -DDUSTIN_EMULATED=ON >/dev/null
-	@cmake --build build/host --target test_cuda -- --quiet
+	@cmake --build build/host --target test_cuda layout_probe -- --quiet
+	@build/host/tests/cuda/layout_probe
 	@build/host/tests/cuda/test_cuda
+
+mutants: $(READY) ## Break the emulated CUDA kernels in ninety ways: their tests must catch each
+	@$(BIN)/python -m tests.cuda.mutate
 
 sanitize: export PATH := $(CURDIR)/$(BIN):$(PATH)
 sanitize: $(READY) ## Run the native tests under the address and undefined-behaviour sanitizers
@@ -65,6 +72,22 @@ sanitize: $(READY) ## Run the native tests under the address and undefined-behav
 	@cmake --build build/sanitize -- --quiet
 	@build/sanitize/tests/native/test_kernels
 	@build/sanitize/tests/cuda/test_cuda 3
+
+cuda: export PATH := $(CURDIR)/$(BIN):$(PATH)
+cuda: $(READY) ## Build libdustin_cuda.so (CUDA_ARCHITECTURES="80-real;90a-real", default native; NVCC=nvcc)
+	@command -v $(NVCC) >/dev/null || { \
+	  echo "error: $(NVCC) is not on PATH; install CUDA 12.8 or later, or say NVCC=/usr/local/cuda/bin/nvcc" >&2; exit 1; }
+	@cmake -S . -B build/cuda -G Ninja -DDUSTIN_CUDA=ON -DCMAKE_CUDA_COMPILER="$$(command -v $(NVCC))" \
+	  -DDUSTIN_CUDA_ARCHITECTURES="$(CUDA_ARCHITECTURES)" >/dev/null
+	@cmake --build build/cuda --target dustin_cuda -- --quiet
+
+cuda-check: $(CUDA_CHECKS) ## Compile the CUDA kernels with the packaged nvcc and check their machine code
+	@$(BIN)/python -m tests.cuda.machine_code
+	@$(BIN)/python -m pytest -q tests/cuda
+
+$(CUDA_CHECKS): $(READY)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[cuda-checks]'
+	@touch $@
 
 # Neither makes .venv: a GPU machine runs this on the Python that has its torch, without network.
 gpu: ## On a machine with an NVIDIA GPU: build, test, measure, write benchmarks/results (PYTHON=python3)

@@ -80,10 +80,12 @@ struct AttentionParams {
 };
 
 // Parts that a row of `keys` keys is cut into for `query_rows` = w x G rows.
-DUSTIN_HOST_DEVICE int parts_of(int64_t keys, int64_t query_rows) {
-  const int64_t least = query_rows * kKeysAPartAQueryRow;
-  const int64_t a_part = least > kKeysAPart ? least : kKeysAPart;
-  const int64_t parts = (keys + a_part - 1) / a_part;
+// In 32 bits, where a division takes no function call: keys are less than 2^31.
+DUSTIN_HOST_DEVICE int parts_of(uint32_t keys, uint32_t query_rows) {
+  constexpr uint32_t kMostRows = (1u << 30) / kKeysAPartAQueryRow;
+  const uint32_t least = (query_rows < kMostRows ? query_rows : kMostRows) * kKeysAPartAQueryRow;
+  const uint32_t a_part = least > kKeysAPart ? least : kKeysAPart;
+  const uint32_t parts = (keys + a_part - 1) / a_part;
   return parts < 1 ? 1 : parts > kMaxParts ? kMaxParts : static_cast<int>(parts);
 }
 
@@ -98,7 +100,7 @@ struct Reading {
     count = p.counts ? p.counts[b] : length;
     list = p.counts && count != length ? p.indices + b * p.indices_stride : nullptr;
     keys = count + p.rows;
-    parts = parts_of(keys, int64_t{p.rows} * p.group);
+    parts = parts_of(keys, p.rows * p.group);
     keys_a_part = ((keys + parts - 1) / parts + 63) / 64 * 64;
     DUSTIN_ASSERT(length >= 0 && count >= 0 && count <= length);
     DUSTIN_ASSERT(parts <= p.max_parts);
@@ -164,13 +166,19 @@ DUSTIN_DEVICE float log_sum(float most, float sum) {
   return (most + log2f(sum)) * kLn2;
 }
 
+// Blocks that share a multiprocessor of compute capability 9.0 and 10.0: where a block has few rows,
+// as many as its shared memory leaves room for; registers must suffice.
+template <class Shape>
+inline constexpr int kBlocks =
+    Shape::kRows > 16 ? 1 : (228 << 10) / (Shape::shared_bytes(Shape::kWantedStages) + 1024);
+
 template <class T, class Shape>
-DUSTIN_KERNEL(Shape::kThreads, 1)
+DUSTIN_KERNEL(Shape::kThreads, kBlocks<Shape>)
 attention_kernel(const DUSTIN_GRID_CONSTANT AttentionParams p) {
   constexpr int kDim = Shape::kDim, kTiles = Shape::kRowTiles, kSteps = kDim / 16;
   const int b = blockIdx.z, kv_head = blockIdx.y;
   const int part = blockIdx.x % p.max_parts, row_block = blockIdx.x / p.max_parts;
-  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  const int thread = threadIdx.x, lane = thread % 32, warp = warp_of_block();
   const int row_warp = warp % Shape::kRowWarps, key_warp = warp / Shape::kRowWarps;
   const int g = lane / 4, t = lane % 4;
 
@@ -200,9 +208,11 @@ attention_kernel(const DUSTIN_GRID_CONSTANT AttentionParams p) {
 
   const uint16_t* const keys = head_of(p.cache.k, p.cache, kv_head);
   const uint16_t* const values = head_of(p.cache.v, p.cache, kv_head);
-  const auto copy_tile = [&](int tile) {
-    uint16_t* const to = staged + tile % p.stages * 2 * Shape::kTileElements;
+  const auto copy_tile = [&](int tile, int stage) {
+    uint16_t* const to = staged + stage * 2 * Shape::kTileElements;
     constexpr int kChunks = kDim / 8;
+    constexpr int kAtOnce = kTiles * kDim <= 128 ? 8 : 2;  // accumulators leave few registers
+#pragma unroll kAtOnce
     for (int i = thread; i < Shape::kKeys * kChunks; i += Shape::kThreads) {
       const int key = i / kChunks, column = i % kChunks * 8;
       const int64_t offset = offsets[tile % kMaxStages * Shape::kKeys + key];
@@ -219,21 +229,19 @@ attention_kernel(const DUSTIN_GRID_CONSTANT AttentionParams p) {
   }
   __syncthreads();
   for (int tile = 0; tile < p.stages - 1; ++tile) {
-    if (tile < tiles) copy_tile(tile);
+    if (tile < tiles) copy_tile(tile, tile);
     commit_copies();
   }
   int token = finds ? token_of(p.stages * Shape::kKeys + thread) : -1;
 
   // This warp's queries, as fragments, for good; rows past the last one repeat it.
   uint32_t query[kTiles][kSteps][4];
-  int limit[kTiles][2];  // the last key that a row sees
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = min(first_row + tile * 16 + half * 8 + g, all_rows - 1);
       const uint16_t* const q = row_of(p.q, b, row / p.group, kv_head * p.group + row % p.group);
-      limit[tile][half] = reading.count + row / p.group;
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         query[tile][step][half] = load_word(q + step * 16 + 2 * t);
@@ -256,18 +264,19 @@ attention_kernel(const DUSTIN_GRID_CONSTANT AttentionParams p) {
       for (int j = 0; j < 4; ++j) result.out[tile][i][j] = 0;
   }
 
-  for (int tile = 0; tile < tiles; ++tile) {
+  for (int tile = 0, stage = 0; tile < tiles; ++tile) {
     wait_for_copies(p.stages - 2);
     __syncthreads();  // the tile is there for all, and nobody reads the one before any more
     const int page = places.page(token);
     const int ahead = (tile + p.stages) * Shape::kKeys + thread;
     const int next_token = finds ? token_of(ahead + Shape::kKeys) : -1;
-    if (tile + p.stages - 1 < tiles) copy_tile(tile + p.stages - 1);
+    if (tile + p.stages - 1 < tiles)
+      copy_tile(tile + p.stages - 1, stage == 0 ? p.stages - 1 : stage - 1);
     commit_copies();
 
     const int first_key = first + tile * Shape::kKeys + key_warp * 16;
     const uint16_t* const k =
-        staged + tile % p.stages * 2 * Shape::kTileElements + key_warp * 16 * Shape::kPitch;
+        staged + stage * 2 * Shape::kTileElements + key_warp * 16 * Shape::kPitch;
     const uint16_t* const v = k + Shape::kTileElements;
     if (first_key < last && used_tiles > 0) {
       float weight[kTiles][2][4];
@@ -290,6 +299,23 @@ attention_kernel(const DUSTIN_GRID_CONSTANT AttentionParams p) {
           }
       }
 
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+        for (int j = 0; j < 8; ++j) weight[i][j / 4][j % 4] *= p.scale;
+      // Among the new tokens a row sees those up to its own.
+      if (first_key + 15 > reading.count)
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int row = min(first_row + i * 16 + half * 8 + g, all_rows - 1);
+            const int limit = reading.count + row / p.group - first_key - 2 * t;
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+              if (j / 2 * 8 + j % 2 > limit) weight[i][j / 2][2 * half + j % 2] = -INFINITY;
+          }
+
       uint32_t packed[kTiles][4];
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
@@ -300,10 +326,7 @@ attention_kernel(const DUSTIN_GRID_CONSTANT AttentionParams p) {
           float most = result.most[i][half];
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
-            float& w = weight[i][j / 2][2 * half + j % 2];
-            const int key = first_key + j / 2 * 8 + 2 * t + j % 2;
-            w = key <= limit[i][half] ? w * p.scale : -INFINITY;
-            most = fmaxf(most, w);
+            most = fmaxf(most, weight[i][j / 2][2 * half + j % 2]);
           }
           most = fmaxf(most, shuffle_xor(most, 1));
           most = fmaxf(most, shuffle_xor(most, 2));
@@ -348,6 +371,7 @@ attention_kernel(const DUSTIN_GRID_CONSTANT AttentionParams p) {
     }
     if (finds) remember(ahead, token, page);
     token = next_token;
+    stage = stage + 1 < p.stages ? stage + 1 : 0;
   }
 
   // Join the warps that shared rows, in a fixed order: the upper half hands over to the lower.
@@ -378,7 +402,7 @@ attention_kernel(const DUSTIN_GRID_CONSTANT AttentionParams p) {
       const int query_row = row / p.group, head = kv_head * p.group + row % p.group;
       if (whole) {
         uint16_t* const out = row_of(p.out, b, query_row, head);
-        const float scale = 1.f / sum;
+        const float scale = reciprocal(sum);
 #pragma unroll
         for (int j = 0; j < kDim / 8; ++j)
           store_word(out + j * 8 + 2 * t, pack<T>(result.out[i][j][2 * half] * scale,
@@ -435,7 +459,7 @@ join_parts_kernel(const DUSTIN_GRID_CONSTANT AttentionParams p) {
   }
   const int query_row = row / p.group, head = kv_head * p.group + row % p.group;
   uint16_t* const to = row_of(p.out, b, query_row, head);
-  const float scale = 1.f / sum;
+  const float scale = reciprocal(sum);
 #pragma unroll
   for (int i = 0; i < kPairs; ++i)
     if (lane + 32 * i < D / 2)

@@ -26,7 +26,8 @@ DUSTIN_DEVICE void store_word(uint16_t* p, uint32_t x) { *reinterpret_cast<uint3
 struct TokenPlaces {
   const int32_t* table;
   int64_t page_stride, token_stride;
-  int page_size, max_pages, num_pages;
+  uint32_t page_size;
+  int max_pages, num_pages;
 
   DUSTIN_DEVICE TokenPlaces(const DustinKvCache& cache, int b)
       : table(cache.page_table + b * cache.page_table_stride),
@@ -39,8 +40,9 @@ struct TokenPlaces {
   // The page of a token; any where token is -1.
   DUSTIN_DEVICE int page(int token) const {
     if (token < 0) return 0;
-    DUSTIN_ASSERT(token / page_size < max_pages);
-    const int page = table[token / page_size];
+    const int number = static_cast<int>(token / page_size);
+    DUSTIN_ASSERT(number < max_pages);
+    const int page = table[number];
     DUSTIN_ASSERT(page >= 0 && page < num_pages);
     return page;
   }

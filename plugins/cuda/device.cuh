@@ -156,6 +156,13 @@ DUSTIN_DEVICE float power_of_2(float x) {
   return y;
 }
 
+// 1 / x to the last bit but one.
+DUSTIN_DEVICE float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+  return y;
+}
+
 template <class V>
 DUSTIN_DEVICE V shuffle_xor(V x, int mask) {
   return __shfl_xor_sync(kWholeWarp, x, mask);
@@ -203,10 +210,23 @@ void launch(void (*kernel)(Params), dim3 grid, int threads, int64_t shared_bytes
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(shared_bytes)),
           "cudaFuncSetAttribute");
-  kernel<<<grid, threads, shared_bytes, static_cast<cudaStream_t>(stream)> > >(params);
-  check(cudaGetLastError(), "kernel launch");
+  const cudaLaunchConfig_t config{grid,
+                                  dim3(threads),
+                                  static_cast<size_t>(shared_bytes),
+                                  static_cast<cudaStream_t>(stream),
+                                  nullptr,
+                                  0};
+  check(cudaLaunchKernelEx(&config, kernel, params), "kernel launch");
 }
 
 }  // namespace dustin::cuda
 
 #endif  // __CUDACC__
+
+namespace dustin::cuda {
+
+// Which warp of its block this is. By a shuffle, so that the compiler knows that all lanes have the
+// same and branch alike.
+DUSTIN_DEVICE int warp_of_block() { return shuffle(static_cast<int>(threadIdx.x / 32), 0); }
+
+}  // namespace dustin::cuda

@@ -17,12 +17,14 @@ inline constexpr int kAppendThreads = 256;
 DUSTIN_KERNEL(kAppendThreads, 1)
 kv_append_kernel(const DUSTIN_GRID_CONSTANT KvAppendParams p) {
   const DustinKvCache& cache = p.cache;
-  const int words = cache.head_dim / 2, b = blockIdx.y;
-  const int64_t i = int64_t{blockIdx.x} * kAppendThreads + threadIdx.x;
-  if (i >= int64_t{p.rows} * cache.num_kv_heads * words) return;
+  // In 32 bits, where a division takes no function call: the launch refuses more words.
+  const uint32_t words = cache.head_dim / 2, heads = cache.num_kv_heads;
+  const uint32_t i = blockIdx.x * kAppendThreads + threadIdx.x;
+  if (i >= p.rows * heads * words) return;
+  const int b = blockIdx.y;
   const int column = static_cast<int>(i % words) * 2;
-  const int head = static_cast<int>(i / words % cache.num_kv_heads);
-  const int row = static_cast<int>(i / words / cache.num_kv_heads);
+  const int head = static_cast<int>(i / words % heads);
+  const int row = static_cast<int>(i / words / heads);
   const int token = cache.lengths[b] + row;
   const TokenPlaces places(cache, b);
   const int64_t to = places.offset(token, places.page(token)) + column;

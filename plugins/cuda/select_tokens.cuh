@@ -50,7 +50,8 @@ class RowSelection {
         words_(static_cast<int>(words_of(length))),
         shared_(*reinterpret_cast<SelectShared*>(shared_memory())),
         chosen_(reinterpret_cast<uint32_t*>(shared_memory() + sizeof(SelectShared))),
-        equal_(chosen_ + words_) {
+        equal_(chosen_ + words_),
+        warp_(warp_of_block()) {
     for (int word = threadIdx.x; word < words_; word += kSelectThreads)
       chosen_[word] = range_bits(word, 0, sink) | range_bits(word, length - window, length);
     __syncthreads();
@@ -66,7 +67,7 @@ class RowSelection {
       prefix |= static_cast<uint32_t>(shared_.bin) << shift;
       known |= digit << shift;
     }
-    for (int word = warp(); word < words_; word += kSelectWarps) {
+    for (int word = warp_; word < words_; word += kSelectWarps) {
       const auto [free, order] = candidate(scores, word);
       const uint32_t more = ballot(free && order > prefix);
       const uint32_t same = ballot(free && order == prefix);
@@ -98,7 +99,6 @@ class RowSelection {
   };
 
   static DUSTIN_DEVICE int lane() { return threadIdx.x % 32; }
-  static DUSTIN_DEVICE int warp() { return threadIdx.x / 32; }
 
   // This lane's token of a word: whether it may be chosen, and its score.
   DUSTIN_DEVICE Candidate candidate(const float* scores, int word) const {
@@ -113,7 +113,7 @@ class RowSelection {
                                int shift, uint32_t digit) {
     for (int bin = threadIdx.x; bin < kBins; bin += kSelectThreads) shared_.histogram[bin] = 0;
     __syncthreads();
-    for (int word = warp(); word < words_; word += kSelectWarps) {
+    for (int word = warp_; word < words_; word += kSelectWarps) {
       const auto [free, order] = candidate(scores, word);
       const bool counts = free && (order & known) == prefix;
       const int bin = static_cast<int>(order >> shift & digit);
@@ -172,7 +172,7 @@ class RowSelection {
       const int other = shuffle_up(sum, by);
       if (lane() >= by) sum += other;
     }
-    if (lane() == 31) shared_.sums[warp()] = sum;
+    if (lane() == 31) shared_.sums[warp_] = sum;
     __syncthreads();
     int warps = shared_.sums[lane()];
     __syncthreads();  // the sums are read before the next call writes them
@@ -180,14 +180,15 @@ class RowSelection {
       const int other = shuffle_up(warps, by);
       if (lane() >= by) warps += other;
     }
-    const int earlier = shuffle(warps, (warp() + 31) % 32);
-    return sum - x + (warp() > 0 ? earlier : 0);
+    const int earlier = shuffle(warps, (warp_ + 31) % 32);
+    return sum - x + (warp_ > 0 ? earlier : 0);
   }
 
   const int length_, words_;
   SelectShared& shared_;
   uint32_t* const chosen_;
   uint32_t* const equal_;
+  const int warp_;
 };
 
 DUSTIN_KERNEL(kSelectThreads, 1)

@@ -78,7 +78,7 @@ srh_logits_kernel(const DUSTIN_GRID_CONSTANT SrhScoreParams p) {
   DUSTIN_ASSERT(length <= p.scores_width);
   const int begin = chunk * kKeysAChunk, end = min(length, begin + kKeysAChunk);
   if (begin >= end) return;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int lane = threadIdx.x % 32, warp = warp_of_block(), g = lane / 4, t = lane % 4;
   const int first_column = p.first[group], columns = p.first[group + 1] - first_column;
   const int rows = columns * p.rows, padded = (rows + 7) / 8 * 8;
 
@@ -143,7 +143,7 @@ srh_logits_kernel(const DUSTIN_GRID_CONSTANT SrhScoreParams p) {
 // Adds the weights of 1024 keys of one batch row.
 DUSTIN_KERNEL(kScoreThreads, 4)
 srh_add_kernel(const DUSTIN_GRID_CONSTANT SrhScoreParams p) {
-  const int b = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int b = blockIdx.y, lane = threadIdx.x % 32, warp = warp_of_block();
   const int length = p.cache.lengths[b], begin = blockIdx.x * kKeysAnAddBlock;
   if (begin >= length) return;
   const int rows = p.query_heads * p.rows, chunks = (length + kKeysAChunk - 1) / kKeysAChunk;
@@ -158,7 +158,7 @@ srh_add_kernel(const DUSTIN_GRID_CONSTANT SrhScoreParams p) {
     for (int chunk = lane; chunk < chunks; chunk += 32)
       sum += stats[chunk].y * power_of_2(stats[chunk].x - most);
     for (int by = 16; by > 0; by /= 2) sum += shuffle_xor(sum, by);
-    if (lane == 0) all[row] = make_float2(most, 1.f / sum);
+    if (lane == 0) all[row] = make_float2(most, reciprocal(sum));
   }
   __syncthreads();
 

@@ -168,6 +168,7 @@ Vector load_once(const Vector* global) {
 }
 
 inline float power_of_2(float x) { return std::exp2(x); }
+inline float reciprocal(float x) { return 1.f / x; }
 template <class V>
 V shuffle_xor(V x, int mask) {
   return emulator::shuffle_from(x, emulator::lane() ^ mask);

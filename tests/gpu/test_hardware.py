@@ -44,8 +44,9 @@ def built(folder, *arguments):
 @pytest.mark.skipif(not PROBE.is_file(), reason=f"there is no {PROBE.relative_to(ROOT)}")
 def test_fragments_of_mma_and_ldmatrix_lie_where_the_emulator_says(tmp_path):
     program = built(
-        tmp_path, PROBE, f"-I{ROOT}", f"-I{ROOT / 'plugins/include'}", f"-I{ROOT / 'plugins/cuda'}"
-    )
+        tmp_path, PROBE, f"-I{ROOT}",
+        *(f"-I{ROOT / 'plugins' / folder}" for folder in ("include", "common", "cuda")),
+    )  # fmt: skip
     status, output = run(program)
     assert status == 0 and "layout ok" in output, output
 
