@@ -51,7 +51,7 @@ test: $(READY) $(if $(COMPILER),emulated) ## Fetch the test model and text, then
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-reference: $(READY) ## Run models and decoding loop once more on torch alone, without native kernels
-	@DUSTIN_CPU_ISA=reference $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not model" tests/models tests/runtime
+	@DUSTIN_CPU_ISA=reference $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not model" --ignore tests/runtime/test_graphs.py tests/models tests/runtime
 
 emulated: export PATH := $(CURDIR)/$(BIN):$(PATH)
 emulated: $(READY) ## Build the CUDA kernels for the host and run them there, in every order of threads
@@ -83,7 +83,7 @@ cuda: $(READY) ## Build libdustin_cuda.so (CUDA_ARCHITECTURES="80-real;90a-real"
 
 cuda-check: $(CUDA_CHECKS) ## Compile the CUDA kernels with the packaged nvcc and check their machine code
 	@$(BIN)/python -m tests.cuda.machine_code
-	@$(BIN)/python -m pytest -q tests/cuda
+	@DUSTIN_CUDA_CHECKS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) tests/cuda/test_machine_code.py
 
 $(CUDA_CHECKS): $(READY)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[cuda-checks]'

@@ -68,6 +68,11 @@ def probabilities(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Ten
     return logits.softmax(-1)
 
 
+def best(logits: Tensor) -> Tensor:
+    """The likeliest token `[...]` of `[..., V]`, of equal ones the first."""
+    return logits.max(-1).indices  # as argmax, which is slower on a CPU
+
+
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     """Sample by inverting the cumulative sum; a token of weight 0 is never drawn.
 
@@ -101,7 +106,7 @@ def sample(
     logits: Tensor, probs: Tensor | None, uniform: Tensor, sampling: SamplingBatch
 ) -> Tensor:
     """One token a row `[B]`: the likeliest for greedy rows, a draw from `probs` for others."""
-    tokens = logits.max(-1).indices  # of equal ones the first, as argmax, which is slower
+    tokens = best(logits)
     if probs is not None:
         rows = (~sampling.greedy).nonzero().squeeze(1)
         tokens[rows] = draw(probs[rows], uniform[rows])
@@ -139,8 +144,8 @@ def accept(
     following : Tensor `[B]` int64, the token after the accepted ones
     """
     rows, width = drafts.shape
-    best = logits.max(-1).indices
-    matches = drafts == best[:, :width]
+    likeliest = best(logits)
+    matches = drafts == likeliest[:, :width]
     p = None
     sampled = (~sampling.greedy).nonzero().squeeze(1)
     if len(sampled):
@@ -161,7 +166,7 @@ def accept(
         matches[sampled] = uniforms[sampled, :width] * q_draft < p_draft
     matches &= torch.arange(width, device=drafts.device) < counts[:, None]
     accepted = matches.long().cumprod(1).sum(1)
-    following = best[torch.arange(rows, device=drafts.device), accepted]
+    following = likeliest[torch.arange(rows, device=drafts.device), accepted]
     if p is not None:
         residual = _residual(
             p,

@@ -6,7 +6,7 @@ import torch
 
 from dustin_trt import ops
 from dustin_trt.cli import doctor, main, selfcheck
-from dustin_trt.ops import native
+from dustin_trt.ops import cuda, native
 
 
 @pytest.fixture(scope="module")
@@ -17,8 +17,8 @@ def report():
 
 def test_every_backend_is_reported_with_what_to_do(report):
     assert list(report) == [
-        "transformers", "torch on CPU", "torch on CUDA", "native CPU kernels", "TensorRT",
-        "TensorRT-LLM", "Triton",
+        "transformers", "torch on CPU", "torch on CUDA", "native CPU kernels", "CUDA kernels",
+        "TensorRT", "TensorRT-LLM", "Triton",
     ]  # fmt: skip
     for finding in report.values():
         assert finding.works or (finding.why_not and finding.to_do)
@@ -29,6 +29,14 @@ def test_the_cpu_really_runs(report):
     finding = report["torch on CPU"]
     assert finding.works and finding.generates
     assert "five ops" in finding.detail and torch.__version__ in finding.detail
+
+
+def test_cuda_kernels_say_why_they_are_not_used(report):
+    finding = report["CUDA kernels"]
+    assert finding.works == (cuda.problem() is None and torch.cuda.is_available())
+    if cuda.library_path() is None:
+        assert "make cuda" in finding.why_not
+        assert "nvcc" in finding.to_do
 
 
 def test_cuda_is_what_torch_says(report):

@@ -81,8 +81,7 @@ def _torch_cuda(name: str) -> Finding:
         return Finding(name, False, f"torch {torch.__version__}", why, to_do)
     count = torch.cuda.device_count()
     devices = ", ".join(torch.cuda.get_device_name(i) for i in range(count))
-    found = f"{devices}; the ops are plain torch there, without CUDA kernels of our own yet"
-    return _torch(name, "cuda", found)
+    return _torch(name, "cuda", devices)
 
 
 def _torch(name: str, device: str, found: str) -> Finding:
@@ -148,6 +147,28 @@ def _native_cpu(name: str) -> Finding:
     return Finding(name, False, found, why_not, to_do)
 
 
+def _native_cuda(name: str) -> Finding:
+    import torch
+
+    from dustin_trt.ops import cuda
+
+    path = cuda.library_path()
+    found = f"library {path}" if path else "no library"
+    if why_not := cuda.problem():
+        to_do = "on a machine with an NVIDIA GPU and nvcc, build it; until then torch serves"
+        return Finding(name, False, found, why_not, to_do)
+    if not torch.cuda.is_available():
+        to_do = "see torch on CUDA above"
+        return Finding(name, False, found, "torch finds no usable NVIDIA GPU", to_do)
+    # One real call: a library for another GPU's architecture loads, and fails only here.
+    lengths = torch.ones(1, dtype=torch.int32, device="cuda")
+    from dustin_trt import ops
+
+    ops.select_tokens(None, None, lengths, 1, 0, 0, 1)
+    torch.cuda.synchronize()
+    return Finding(name, True, f"{found}; float16 and bfloat16, head sizes {cuda.HEAD_DIMS}")
+
+
 def _tensorrt(name: str) -> Finding:
     return _not_built_yet(name, "tensorrt", "no TensorRT engine")
 
@@ -180,6 +201,7 @@ CHECKS: dict[str, Callable[[str], Finding]] = {
     "torch on CPU": _torch_cpu,
     "torch on CUDA": _torch_cuda,
     "native CPU kernels": _native_cpu,
+    "CUDA kernels": _native_cuda,
     "TensorRT": _tensorrt,
     "TensorRT-LLM": _tensorrt_llm,
     "Triton": _triton,

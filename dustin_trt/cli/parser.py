@@ -136,6 +136,12 @@ def _add_generate(commands: Any) -> None:
         help="auto (the checkpoint's, default), float32, bfloat16, float16",
     )
     add("--device", default="cpu", metavar="DEVICE", help="cpu (default), cuda, cuda:1, …")
+    add(
+        "--no-cuda-graphs",
+        dest="cuda_graphs",
+        action="store_false",
+        help="queue every launch of a step anew; by default a GPU replays recorded steps",
+    )
 
     add = command.add_argument_group("verification").add_argument
     add(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,8 @@ from torch import Tensor
 from dustin_trt import ops
 from dustin_trt.drafting.base import Batch, Drafter, Proposal, no_drafts
 from dustin_trt.engines.base import Dense, Engine, Indices, Selection
-from dustin_trt.sampling import draft_probabilities, sample
+from dustin_trt.engines.graphs import Outputs
+from dustin_trt.sampling import best, draft_probabilities, sample
 
 
 class DraftModel(Drafter):
@@ -69,15 +71,23 @@ class DraftModel(Drafter):
         # A row at its limit still looks ahead from its last token, so that what it reads does not
         # depend on whether its neighbours draft.
         looks = counts.clamp(min=1) if self.lookahead else counts
-        steps = int(looks.max())
+        drafts = counts.tolist()
+        wanted = [max(count, int(self.lookahead)) for count in drafts]
+        steps, width = max(wanted), max(drafts)
         if steps == 0:
             return no_drafts(batch)
-        tokens, probs, queries = self.roll_out(batch, steps)
-        drafted = time.perf_counter()
-        scores = None
-        if self.lookahead:
-            scores = self.engine.attention_scores(batch.slots, queries, looks)
-        width = int(counts.max())
+        recorded = self.engine.graphs.fixed
+        if recorded:
+            steps = width = gamma  # one graph, whatever the rows' limits
+        rows = looks if self.lookahead and min(wanted) < steps else None
+        probs = None
+        if recorded and bool(batch.sampling.greedy.all()):
+            tokens, scores = self._greedy(batch, steps, rows)
+            drafted = time.perf_counter()
+        else:
+            tokens, probs, queries = self.roll_out(batch, steps)
+            drafted = time.perf_counter()
+            scores = self._look(batch.slots, queries, rows)
         return Proposal(
             tokens=tokens[:, :width],
             counts=counts,
@@ -95,35 +105,72 @@ class DraftModel(Drafter):
         probs : Tensor `[B, steps, V]` fp32, what they were sampled from; None when greedy
         queries : Tensor `[B, steps, P, D]`, the retrieval heads' queries that chose each
         """
-        tokens: list[Tensor] = []
         probs: list[Tensor] = []
+
+        def choose(i: int, logits: Tensor) -> Tensor:
+            p = draft_probabilities(logits, batch.sampling)
+            if p is not None:
+                probs.append(p)
+            return sample(logits, p, batch.uniforms[:, i], batch.sampling)
+
+        window = self._first_window(batch.previous, batch.last)
+        tokens, queries = self._chain(batch.slots, window, steps, choose)
+        return tokens, torch.stack(probs, 1) if probs else None, queries
+
+    def _greedy(
+        self, batch: Batch, steps: int, rows: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Greedy drafts `[B, steps]` and their lookahead scores `[B, N]`, recorded as one graph."""
+
+        def body(
+            slots: Tensor, previous: Tensor, last: Tensor, rows: Tensor | None = None
+        ) -> Outputs:
+            window = self._first_window(previous, last)
+            tokens, queries = self._chain(slots, window, steps, lambda _, logits: best(logits))
+            return tokens, self._look(slots, queries, rows)
+
+        inputs = {"slots": batch.slots, "previous": batch.previous, "last": batch.last}
+        if rows is not None:
+            inputs["rows"] = rows
+        key = ("draft", steps, self.lookahead, self.cache_window, self.engine.srh_heads)
+        outputs: Any = self.engine.graphs.run(key, body, inputs)
+        tokens, scores = outputs
+        return tokens, scores
+
+    def _chain(
+        self, slots: Tensor, window: Tensor, steps: int, choose: Callable[[int, Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Run `window [B, 1 or 2]`, then each token that `choose` makes of step i's logits.
+
+        Returns
+        -------
+        tokens : Tensor `[B, steps]` int64
+        queries : Tensor `[B, steps, P, D]`
+        """
+        tokens: list[Tensor] = []
         queries: list[Tensor] = []
-        window = self._first_window(batch)
         for i in range(steps):
             offset = i + 1 - window.shape[1]
             # Tokens of a target with a wider vocabulary mean nothing to the draft: any will do.
             window = window.clamp(max=self.engine.spec.vocab_size - 1)
             logits, q = self.engine.propose_step(
-                batch.slots, window, offset, self._reading(batch.slots, offset)
+                slots, window, offset, self._reading(slots, offset)
             )
             # A draft that overflows is a bad draft, no more: verification judges what it proposes.
             # The bounds leave room for the division by a temperature.
             logits = logits.nan_to_num(posinf=1e30, neginf=-1e30)
-            logits = _fit_vocabulary(logits, self.target_vocab_size)
-            p = draft_probabilities(logits, batch.sampling)
-            token = sample(logits, p, batch.uniforms[:, i], batch.sampling)
-            tokens.append(token)
-            if p is not None:
-                probs.append(p)
+            tokens.append(choose(i, _fit_vocabulary(logits, self.target_vocab_size)))
             queries.append(q)
-            window = token[:, None]
-        drawn = torch.stack(probs, 1) if probs else None
-        return torch.stack(tokens, 1), drawn, torch.stack(queries, 1)
+            window = tokens[-1][:, None]
+        return torch.stack(tokens, 1), torch.stack(queries, 1)
 
-    def _first_window(self, batch: Batch) -> Tensor:
+    def _look(self, slots: Tensor, queries: Tensor, rows: Tensor | None) -> Tensor | None:
+        return self.engine.attention_scores(slots, queries, rows) if self.lookahead else None
+
+    def _first_window(self, previous: Tensor, last: Tensor) -> Tensor:
         # When every draft of the last step was accepted, its last one is not in this cache yet.
         # Running the token before `last` again repairs that for all rows alike.
-        return torch.stack([batch.previous, batch.last], 1)
+        return torch.stack([previous, last], 1)
 
     def _reading(self, slots: Tensor, offset: int) -> Selection:
         if self.cache_window is None:
@@ -146,8 +193,8 @@ class LayerSkipDraft(DraftModel):
     def commit(self, slots: Tensor, counts: Tensor) -> None:
         """The target's lengths serve both."""
 
-    def _first_window(self, batch: Batch) -> Tensor:
-        return batch.last[:, None]
+    def _first_window(self, previous: Tensor, last: Tensor) -> Tensor:
+        return last[:, None]
 
 
 def _fit_vocabulary(logits: Tensor, size: int) -> Tensor:

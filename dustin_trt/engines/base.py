@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from dustin_trt.config import Head, ModelSpec
+from dustin_trt.engines.graphs import Graphs
 from dustin_trt.kv_cache import PagedKVCache
 
 
@@ -69,7 +70,8 @@ class Verification:
     guarded : Tensor `[B]` bool, rows that a guard had read whole in place of what was chosen
     counts : Tensor `[B]` int32, history tokens read
     indices : Tensor `[B, k]` int32, which, -1 in guarded rows; None when all of them
-    seconds : time by part: "score", "select", "verify"
+    seconds : time by part: "score", "select", "verify". On a GPU the time to queue it: whoever
+        looks at the results waits for them
     """
 
     logits: Tensor
@@ -98,12 +100,14 @@ class Prefill:
 class Engine(Protocol):
     """A model, its cache and its retrieval heads, on some backend.
 
-    `slots` is always Tensor `[B]` int64: which sequences of the cache a call works on.
+    `slots` is always Tensor `[B]` int64: which sequences of the cache a call works on. Passes run
+    through `graphs`, as may whatever calls several of them.
     """
 
     spec: ModelSpec
     cache: PagedKVCache
     srh_heads: tuple[Head, ...]
+    graphs: Graphs
 
     def prefill(
         self,
@@ -158,7 +162,8 @@ class Engine(Protocol):
 
         Returns
         -------
-        Tensor `[B, N]` fp32, N the longest history; 0 past a row's own
+        Tensor `[B, N]` fp32, N the longest history, or the cache's capacity where passes are
+        recorded; 0 past a row's own
         """
         ...
 

@@ -18,19 +18,22 @@ Outputs = tuple[Tensor | None, ...]
 Body = Callable[..., Outputs]
 """A part of a step: named input tensors in, outputs out.
 
-To be recorded it must not look at what its tensors hold (`int`, `tolist`, boolean masks, …) nor make
-tensors of Python numbers, and running it twice must be the same as once: it runs to warm up, and
-then again. Tensors that it reaches past its inputs (weights, caches) stay where they are.
+To be recorded it must not look at what its tensors hold (`int`, `tolist`, boolean masks, …) nor
+make tensors of Python numbers, and running it twice must be the same as once: it runs to warm up,
+and then again. Tensors that it reaches past its inputs (weights, caches) stay where they are.
 """
 
 
 class Recording(Protocol):
     """A recorded body."""
 
-    outputs: Outputs
+    @property
+    def outputs(self) -> Outputs:
+        """What the body returned, in memory that every replay writes."""
+        ...
 
     def replay(self) -> None:
-        """Run what was recorded; `outputs` are written anew."""
+        """Run what was recorded."""
         ...
 
 
@@ -84,7 +87,7 @@ class StepGraphs:
 
     Parameters
     ----------
-    recorder : None for CUDA's, which the engines of one decoder share for the sake of its memory
+    recorder : what records; the engines of one decoder share one, for the sake of its memory
     """
 
     fixed = True
@@ -94,9 +97,10 @@ class StepGraphs:
         self._graphs: dict[Hashable, _Graph] = {}
         self._recording = False
 
-    def __len__(self) -> int:
-        """Graphs recorded so far."""
-        return len(self._graphs)
+    @property
+    def recordings(self) -> list[Recording]:
+        """What was recorded so far."""
+        return [graph.recording for graph in self._graphs.values()]
 
     @torch.inference_mode()
     def run(self, key: Hashable, body: Body, inputs: Mapping[str, Tensor]) -> Outputs:
@@ -142,24 +146,28 @@ class CudaRecorder:
     def __init__(self, device: torch.device, *, count_launches: bool = False) -> None:
         self._device = device
         self._count_launches = count_launches
+        self._stream = torch.cuda.Stream(device)
         # One pool for all: what one graph no longer needs inside serves the next. Each graph's
         # outputs may be overwritten by any other's replay, hence the clones in `StepGraphs.run`.
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, body: Callable[[], Outputs]) -> None:
-        """See `Recorder.warm_up`; on a stream of its own, as torch asks."""
+        """See `Recorder.warm_up`; on a stream aside, as torch asks."""
         with torch.cuda.device(self._device):
-            current, side = torch.cuda.current_stream(), torch.cuda.Stream()
-            side.wait_stream(current)
-            with torch.cuda.stream(side):
+            current = torch.cuda.current_stream()
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
                 body()
-            current.wait_stream(side)
+            current.wait_stream(self._stream)
 
     def record(self, body: Callable[[], Outputs]) -> CudaRecording:
         """See `Recorder.record`."""
         options = {"keep_graph": True} if self._count_launches else {}
         graph = torch.cuda.CUDAGraph(**options)
-        with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool):
+        with (
+            torch.cuda.device(self._device),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream),
+        ):
             outputs = body()
         return CudaRecording(graph, outputs)
 

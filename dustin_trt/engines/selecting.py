@@ -38,6 +38,9 @@ def join_and_select(
     indices, counts : see `ops.select_tokens`
     """
     if join == "sum" and history is not None and lookahead is not None:
+        # As wide as their caches can be, which may differ; the narrower holds every row too.
+        width = min(history.shape[1], lookahead.shape[1])
+        history, lookahead = history[:, :width], lookahead[:, :width]
         history = (1 - lookahead_weight) * _normalised(history) + lookahead_weight * _normalised(
             lookahead
         )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from dustin_trt.engines.base import (
     Selection,
     Verification,
 )
+from dustin_trt.engines.graphs import Graphs, NoGraphs, Outputs, Recorder, StepGraphs
 from dustin_trt.engines.selecting import join_and_select
 from dustin_trt.kv_cache import PagedKVCache
 from dustin_trt.metrics import attention_recovery_rate
@@ -30,14 +32,52 @@ _DIAGNOSED_AT_ONCE = 512  # tokens
 class _Reading:
     """A selection carried out.
 
-    chosen : which history tokens; None for all of them
+    chosen : which history tokens, of guarded rows all; None for all of them in every row
+    max_count : no row reads more; 0 for as many as `chosen` has room for
     coverage : Tensor `[B]`, as in `Verification`
-    guarded : Tensor `[B]` bool, rows that read everything in place of what was chosen
+    guarded : Tensor `[B]` bool, as in `Verification`
     """
 
     chosen: Indices | None
+    max_count: int
     coverage: Tensor
     guarded: Tensor
+
+
+@dataclass(frozen=True)
+class _LayerHeads:
+    """Retrieval heads of one layer.
+
+    heads : Tensor `[P]` int64, their numbers in it
+    kv_heads : the KV head that each reads
+    places : Tensor `[P]` int64, their places among all heads asked for
+    """
+
+    layer: int
+    heads: Tensor
+    kv_heads: list[int]
+    places: Tensor
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A selection but for its tensors: what shapes the launches that carry it out."""
+
+    kind: type
+    numbers: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(cls, selection: Selection) -> tuple[_Plan, dict[str, Tensor]]:
+        """The plan, and the tensors by name."""
+        parts = vars(selection).items()
+        numbers = tuple((name, value) for name, value in parts if not isinstance(value, Tensor))
+        tensors = {name: value for name, value in parts if isinstance(value, Tensor)}
+        return cls(type(selection), numbers), tensors
+
+    def selection(self, tensors: dict[str, Tensor]) -> Selection:
+        """The selection with these tensors."""
+        selection: Selection = self.kind(**dict(self.numbers), **tensors)
+        return selection
 
 
 class TorchEngine:
@@ -49,16 +89,23 @@ class TorchEngine:
     cache : where its keys and values live; two engines may share one (a layer-skipping self-draft
         reads the target's history and writes its drafts where verification overwrites them)
     srh_heads : semantic retrieval heads whose queries every pass returns
+    recorder : records passes and replays them, see `StepGraphs`; None runs them as they come
     """
 
     def __init__(
-        self, model: CausalLM, cache: PagedKVCache, srh_heads: tuple[Head, ...] = ()
+        self,
+        model: CausalLM,
+        cache: PagedKVCache,
+        srh_heads: tuple[Head, ...] = (),
+        recorder: Recorder | None = None,
     ) -> None:
         model.spec.check_heads(srh_heads, "srh_heads")
         self.model = model
         self.spec = model.spec
         self.cache = cache
         self.srh_heads = srh_heads
+        self.graphs: Graphs = StepGraphs(recorder) if recorder else NoGraphs()
+        self._by_layer: dict[tuple[Head, ...], list[_LayerHeads]] = {}
 
     @torch.inference_mode()
     def prefill(
@@ -97,29 +144,43 @@ class TorchEngine:
     ) -> Verification:
         """See `Engine.verify`."""
         clock = _Clock()
-        reading = self._select(slots, selection, clock)
-        step = _Step(self, slots, 0, reading, self.srh_heads if heads is None else heads)
-        logits = self.model.forward(tokens, step.positions(tokens.shape[1]), step)
+        heads = self.srh_heads if heads is None else heads
+        plan, tensors = _Plan.of(selection)
+
+        def body(slots: Tensor, tokens: Tensor, **tensors: Tensor) -> Outputs:
+            reading = self._select(slots, plan.selection(tensors), clock)
+            step = _Step(self, slots, 0, reading, heads)
+            logits = self.model.forward(tokens, step.positions(tokens.shape[1]), step)
+            counts, indices = self.cache.lengths[slots], None
+            if reading.chosen:
+                counts, indices = reading.chosen.counts, reading.chosen.indices
+            return logits, step.queries(), reading.coverage, reading.guarded, counts, indices
+
+        inputs = {"slots": slots, "tokens": tokens, **tensors}
+        key = ("verify", plan, heads, self.srh_heads)
+        outputs: Any = self.graphs.run(key, body, inputs)
         clock.lap("verify")
-        counts, indices = self.cache.lengths[slots], None
-        if reading.chosen:
-            counts = torch.where(reading.guarded, counts, reading.chosen.counts)
-            indices = reading.chosen.indices.masked_fill(reading.guarded[:, None], -1)
-        return Verification(
-            logits, step.queries(), reading.coverage, reading.guarded, counts, indices,
-            clock.seconds,
-        )  # fmt: skip
+        logits, queries, coverage, guarded, counts, indices = outputs
+        return Verification(logits, queries, coverage, guarded, counts, indices, clock.seconds)
 
     @torch.inference_mode()
     def propose_step(
         self, slots: Tensor, tokens: Tensor, offset: int, selection: Selection
     ) -> tuple[Tensor, Tensor]:
         """See `Engine.propose_step`."""
-        reading = self._select(slots, selection, _Clock())
-        step = _Step(self, slots, offset, reading, self.srh_heads, last_only=True)
-        positions = step.positions(tokens.shape[1])
-        logits = self.model.forward(tokens, positions, step, last_only=True)
-        return logits[:, -1], step.queries()[:, -1]
+        plan, tensors = _Plan.of(selection)
+
+        def body(slots: Tensor, tokens: Tensor, **tensors: Tensor) -> Outputs:
+            reading = self._select(slots, plan.selection(tensors), _Clock())
+            step = _Step(self, slots, offset, reading, self.srh_heads, last_only=True)
+            positions = step.positions(tokens.shape[1])
+            logits = self.model.forward(tokens, positions, step, last_only=True)
+            return logits[:, -1], step.queries()[:, -1]
+
+        inputs = {"slots": slots, "tokens": tokens, **tensors}
+        outputs: Any = self.graphs.run(("propose", plan, offset, self.srh_heads), body, inputs)
+        logits, queries = outputs
+        return logits, queries
 
     @torch.inference_mode()
     def attention_scores(
@@ -131,22 +192,39 @@ class TorchEngine:
     ) -> Tensor:
         """See `Engine.attention_scores`."""
         heads = self.srh_heads if heads is None else heads
+
+        def body(slots: Tensor, queries: Tensor, rows: Tensor | None = None) -> Outputs:
+            return (self._scores(slots, queries, rows, heads),)
+
+        inputs = {"slots": slots, "queries": queries}
+        if rows is not None:
+            inputs["rows"] = rows
+        (scores,) = self.graphs.run(("scores", heads), body, inputs)
+        assert scores is not None
+        return scores
+
+    def _scores(
+        self, slots: Tensor, queries: Tensor, rows: Tensor | None, heads: tuple[Head, ...]
+    ) -> Tensor:
         pages, lengths = self.cache.rows(slots)
-        scores = torch.zeros(len(slots), int(lengths.max()), device=self._device)
-        for count in rows.unique().tolist() if rows is not None else [queries.shape[1]]:
-            batch = torch.arange(len(slots)) if rows is None else (rows == count).nonzero()[:, 0]
-            part = scores[batch]
-            for layer, columns, kv_heads in _by_layer(heads, self):
+        width = self.cache.capacity if self.graphs.fixed else int(lengths.max())
+        scores = torch.zeros(len(slots), width, device=self._device)
+        counts: Iterable[int] = [queries.shape[1]]
+        if rows is not None:
+            counts = range(1, queries.shape[1] + 1) if self.graphs.fixed else rows.unique().tolist()
+        for count in counts:
+            # Rows that score with another number of queries have nothing to read in this turn.
+            history = lengths if rows is None else lengths.masked_fill(rows != count, 0)
+            for part in self.heads_by_layer(heads):
                 ops.srh_score(
-                    queries[batch, :count][:, :, columns],
-                    kv_heads,
-                    self.cache.k[layer],
-                    pages[batch],
-                    lengths[batch],
+                    queries[:, :count].index_select(2, part.places),
+                    part.kv_heads,
+                    self.cache.k[part.layer],
+                    pages,
+                    history,
                     self.spec.head_dim**-0.5,
-                    part,
+                    scores,
                 )
-            scores[batch] = part
         return scores
 
     def commit(self, slots: Tensor, counts: Tensor) -> None:
@@ -171,21 +249,39 @@ class TorchEngine:
     def _device(self) -> torch.device:
         return self.cache.lengths.device
 
+    def heads_by_layer(self, heads: tuple[Head, ...]) -> list[_LayerHeads]:
+        """Heads by layer; kept, since tensors of Python numbers cannot be made while recording."""
+        if heads not in self._by_layer:
+            layers: dict[int, list[int]] = {}
+            for column, head in enumerate(heads):
+                layers.setdefault(head.layer, []).append(column)
+            self._by_layer[heads] = [
+                _LayerHeads(
+                    layer,
+                    torch.tensor([heads[c].head for c in columns], device=self._device),
+                    [self.spec.kv_head(heads[c].head) for c in columns],
+                    torch.tensor(columns, device=self._device),
+                )
+                for layer, columns in sorted(layers.items())
+            ]
+        return self._by_layer[heads]
+
     def _select(self, slots: Tensor, selection: Selection, clock: _Clock) -> _Reading:
         """Carry out a selection."""
         unknown = torch.full((len(slots),), float("nan"), device=self._device)
         guarded = torch.zeros(len(slots), dtype=torch.bool, device=self._device)
         if isinstance(selection, Dense):
-            return _Reading(None, torch.ones_like(unknown), guarded)
+            return _Reading(None, 0, torch.ones_like(unknown), guarded)
         if isinstance(selection, Indices):
-            return _Reading(selection, unknown, guarded)
+            return _Reading(selection, 0, unknown, guarded)
 
         lengths = self.cache.lengths[slots]
         target_scores, draft_scores = None, selection.lookahead_scores
-        if int(lengths.max()) <= selection.budget:
+        if not self.graphs.fixed and int(lengths.max()) <= selection.budget:
             draft_scores = None  # everything will be read, so nothing needs a score
         elif selection.history_queries is not None:
-            target_scores = self.attention_scores(slots, selection.history_queries[:, None])
+            queries = selection.history_queries[:, None]
+            target_scores = self._scores(slots, queries, None, self.srh_heads)
         clock.lap("score")
 
         indices, counts = join_and_select(
@@ -199,7 +295,7 @@ class TorchEngine:
             join=selection.join,
             lookahead_weight=selection.lookahead_weight,
         )
-        coverage = unknown
+        coverage, max_count = unknown, 0
         if target_scores is not None:
             coverage = attention_recovery_rate(target_scores, indices, counts)
         whole = counts == lengths
@@ -207,8 +303,12 @@ class TorchEngine:
         if selection.guard and target_scores is not None:
             # A coverage just below 1 can round to 1, which a guard of 1 must not let pass.
             guarded = ~whole & (coverage < selection.guard if selection.guard < 1 else True)
+            # To the ops, as many tokens as there are is all of them, read just as densely.
+            counts = torch.where(guarded, lengths, counts)
+            indices = indices.masked_fill(guarded[:, None], -1)
+            max_count = self.cache.capacity
         clock.lap("select")
-        return _Reading(Indices(indices, counts), coverage, guarded)
+        return _Reading(Indices(indices, counts), max_count, coverage, guarded)
 
 
 class _Step:
@@ -228,10 +328,9 @@ class _Step:
         self._max_positions = engine.spec.max_positions
         self._pages, lengths = engine.cache.rows(slots)
         self._lengths = lengths + offset
-        self._groups = self._group(reading)
+        self._reading = reading
         self._last_only = last_only
-        self._columns = {layer: columns for layer, columns, _ in _by_layer(heads, engine)}
-        self._heads = heads
+        self._by_layer = {part.layer: part for part in engine.heads_by_layer(heads)}
         self._stash: dict[int, Tensor] = {}
         self._empty = torch.empty(0)
 
@@ -247,76 +346,27 @@ class _Step:
         """See `AttentionStep.attend`."""
         k_cache, v_cache = self._cache.k[layer], self._cache.v[layer]
         ops.kv_append(k, v, k_cache, v_cache, self._pages, self._lengths)
-        if layer in self._columns:
+        if part := self._by_layer.get(layer):
             rows = q[:, -1:] if self._last_only else q
-            self._stash[layer] = rows[:, :, [self._heads[c].head for c in self._columns[layer]]]
+            self._stash[layer] = rows.index_select(2, part.heads)
         self._empty = q[:, :, :0]
-        if len(self._groups) == 1:
-            return self._groups[0].attend(q, k_cache, v_cache, scale)
-        out = q.new_empty(q.shape)
-        for group in self._groups:
-            out[group.rows] = group.attend(q[group.rows], k_cache, v_cache, scale)
+        where = (k_cache, v_cache, self._pages, self._lengths)
+        if self._reading is None or self._reading.chosen is None:
+            return ops.dense_attention(q, *where, scale)[0]
+        chosen = self._reading.chosen
+        out, _ = ops.sparse_attention(
+            q, *where, chosen.indices, chosen.counts, scale, self._reading.max_count
+        )
         return out
 
     def queries(self) -> Tensor:
         """Stashed queries `[B, w or 1, P, D]`, in the order of the heads asked for."""
         if not self._stash:
             return self._empty
-        any_layer = next(iter(self._stash.values()))
-        queries = any_layer.new_empty(*any_layer.shape[:2], len(self._heads), any_layer.shape[-1])
-        for layer, columns in self._columns.items():
-            queries[:, :, columns] = self._stash[layer]
-        return queries
-
-    def _group(self, reading: _Reading | None) -> list[_Group]:
-        """The batch, or its guarded rows and the others, as those read through another op."""
-        every = torch.arange(len(self._lengths), device=self._lengths.device)
-        if reading is None or reading.chosen is None:
-            return [_Group(every, self._pages, self._lengths, None)]
-        guarded, chosen = reading.guarded, reading.chosen
-        if not guarded.any():
-            return [_Group(every, self._pages, self._lengths, chosen)]
-        groups = []
-        for mask, read in ((guarded, None), (~guarded, chosen)):
-            rows = every[mask]
-            if len(rows):
-                read = read and Indices(read.indices[rows], read.counts[rows])
-                groups.append(_Group(rows, self._pages[rows], self._lengths[rows], read))
-        return groups
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Rows of a batch whose history one op reads.
-
-    rows : Tensor `[R]` int64, their places in the batch
-    pages, lengths : their rows of the page table, and history lengths before the new tokens
-    read : which history tokens; None for all of them
-    """
-
-    rows: Tensor
-    pages: Tensor
-    lengths: Tensor
-    read: Indices | None
-
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float) -> Tensor:
-        where = (k_cache, v_cache, self.pages, self.lengths)
-        if self.read is None:
-            return ops.dense_attention(q, *where, scale)[0]
-        return ops.sparse_attention(q, *where, self.read.indices, self.read.counts, scale)[0]
-
-
-def _by_layer(
-    heads: tuple[Head, ...], engine: TorchEngine
-) -> list[tuple[int, list[int], list[int]]]:
-    """(layer, columns of `heads` in it, their KV heads), by layer."""
-    layers: dict[int, list[int]] = {}
-    for column, head in enumerate(heads):
-        layers.setdefault(head.layer, []).append(column)
-    return [
-        (layer, columns, [engine.spec.kv_head(heads[c].head) for c in columns])
-        for layer, columns in sorted(layers.items())
-    ]
+        found = torch.cat(list(self._stash.values()), 2)
+        queries = torch.empty_like(found)
+        places = torch.cat([self._by_layer[layer].places for layer in self._stash])
+        return queries.index_copy_(2, places, found)
 
 
 class _Clock:

@@ -51,7 +51,7 @@ class CudaLibrary:
 
     def _load(self) -> str | None:
         if self.path is None:
-            return "the CUDA kernels were not built: run make cuda, which needs nvcc"
+            return "no library was built (make cuda builds it)"
         try:
             library = ctypes.CDLL(str(self.path))
         except OSError as error:

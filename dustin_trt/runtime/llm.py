@@ -30,6 +30,7 @@ from dustin_trt.runtime.loading import (
     load_model,
     load_tokenizer,
     make_cache,
+    make_recorder,
     model_len,
 )
 from dustin_trt.runtime.sampling_params import RequestError, SamplingParams
@@ -74,7 +75,10 @@ class LLM:
     draft_window : history tokens a draft model itself reads, overrides the configuration; 0 reads
         all
     dtype : of weights and cache; "auto" takes the checkpoint's
-    device : "cpu" or a CUDA device
+    device : "cpu" or a CUDA device; a loaded model stays where it is
+    cuda_graphs : on a GPU, record the steps as CUDA graphs and replay them, which saves the time to
+        queue thousands of launches a step and takes some memory. Without effect on a CPU, and where
+        CUDA's kernels do not take the models (fp32, unusual heads), which then run eagerly
     tokenizer : where target is a loaded model; None then allows token prompts only
     draft_tokenizer : where draft is a loaded model
     max_batch_size : sequences decoded at a time
@@ -113,6 +117,7 @@ class LLM:
         draft_window: int | None = None,
         dtype: torch.dtype | str = "auto",
         device: torch.device | str = "cpu",
+        cuda_graphs: bool = True,
         tokenizer: Any = None,
         draft_tokenizer: Any = None,
         max_batch_size: int = 8,
@@ -141,7 +146,7 @@ class LLM:
             "draft": draft, "config": config, "policy": policy, "budget": budget, "gamma": gamma,
             "signal": signal, "join": join, "heads": heads, "guard": guard,
             "draft_window": draft_window, "draft_tokenizer": draft_tokenizer,
-            "dtype": dtype, "device": device,
+            "dtype": dtype, "device": device, "cuda_graphs": cuda_graphs,
             "max_batch_size": max_batch_size, "prefill_chunk": prefill_chunk,
             "page_size": page_size, "record_selections": record_selections,
             "on_prefill": on_prefill,
@@ -314,6 +319,7 @@ class LLM:
         self._scored = [(target.spec, target_heads)]
         if draft_model:
             self._scored.append((draft_model.spec, draft_heads))
+        recorder = make_recorder(target, draft_model) if options["cuda_graphs"] else None
         drafter = self._draft.drafter(
             target,
             self._cache,
@@ -323,9 +329,10 @@ class LLM:
             window=self.config.draft_window or None,
             prefill_chunk=options["prefill_chunk"],
             page_size=options["page_size"],
+            recorder=recorder,
         )
         self.decoder = Decoder(
-            TorchEngine(target, self._cache, target_heads),
+            TorchEngine(target, self._cache, target_heads, recorder),
             drafter,
             policy,
             gamma=self.gamma,

@@ -12,11 +12,13 @@ from transformers import AutoTokenizer, PreTrainedModel
 from dustin_trt.config import Head, ModelSpec
 from dustin_trt.drafting import Drafter, DraftModel, LayerSkipDraft, LookupDrafter, NoDrafter
 from dustin_trt.drafting.tokenizers import check_same_tokenizer
+from dustin_trt.engines.graphs import CudaRecorder, Recorder
 from dustin_trt.engines.torch_engine import TorchEngine
 from dustin_trt.kv_cache import PagedKVCache
 from dustin_trt.models import causal_lm
 from dustin_trt.models.causal_lm import CausalLM
 from dustin_trt.models.shared_draft import is_shared_draft, load_shared_draft
+from dustin_trt.ops import cuda
 
 MAX_GAMMA = 16
 """Longest draft; every slot keeps room for a window of it past its last token."""
@@ -55,6 +57,7 @@ class Draft:
         window: int | None,
         prefill_chunk: int,
         page_size: int | None,
+        recorder: Recorder | None = None,
     ) -> Drafter:
         """The drafter, scoring the history with `heads` (see `DraftModel` for the rest)."""
         if self.model is None:
@@ -63,7 +66,7 @@ class Draft:
             slots, taken = target_cache.num_slots, target_cache.nbytes
             self.cache = make_cache(self.model, max_model_len, slots, page_size, beside=taken)
         return (DraftModel if self.own_cache else LayerSkipDraft)(
-            TorchEngine(self.model, self.cache or target_cache, heads),
+            TorchEngine(self.model, self.cache or target_cache, heads, recorder),
             target.spec.vocab_size,
             lookahead=lookahead,
             cache_window=window,
@@ -190,6 +193,26 @@ def make_cache(
         dtype=model.dtype,
         device=model.device,
     )
+
+
+def make_recorder(target: CausalLM, draft: CausalLM | None) -> Recorder | None:
+    """What records the steps of a target and its draft; None where they cannot be recorded.
+
+    That is on a CPU, and where CUDA's kernels do not take a model: torch stands in for them then,
+    in ways that look at the data.
+    """
+    models = [model for model in (target, draft) if model]
+    if any(model.device != target.device or not _kernels_take(model) for model in models):
+        return None
+    return CudaRecorder(target.device)
+
+
+def _kernels_take(model: CausalLM) -> bool:
+    spec = model.spec
+    shape = (0, spec.num_kv_heads, 1, spec.head_dim)
+    if model.device.type != "cuda":
+        return False
+    return cuda.takes(torch.empty(shape, dtype=model.dtype, device=model.device), spec.num_heads)
 
 
 def end_tokens(model: CausalLM, tokenizer: Any) -> frozenset[int]:
