@@ -60,7 +60,7 @@ emulated: $(READY) ## Build the CUDA kernels for the host and run them there, in
 	@build/host/tests/cuda/layout_probe
 	@build/host/tests/cuda/test_cuda
 
-mutants: $(READY) ## Break the emulated CUDA kernels in ninety ways: their tests must catch each
+mutants: $(READY) ## Break the emulated CUDA kernels in every way on the list: their tests must catch each
 	@$(BIN)/python -m tests.cuda.mutate
 
 sanitize: export PATH := $(CURDIR)/$(BIN):$(PATH)

@@ -211,7 +211,8 @@ attention_kernel(const DUSTIN_GRID_CONSTANT AttentionParams p) {
   const auto copy_tile = [&](int tile, int stage) {
     uint16_t* const to = staged + stage * 2 * Shape::kTileElements;
     constexpr int kChunks = kDim / 8;
-    constexpr int kAtOnce = kTiles * kDim <= 128 ? 8 : 2;  // accumulators leave few registers
+    [[maybe_unused]] constexpr int kAtOnce =
+        kTiles * kDim <= 128 ? 8 : 2;  // accumulators leave few registers
 #pragma unroll kAtOnce
     for (int i = thread; i < Shape::kKeys * kChunks; i += Shape::kThreads) {
       const int key = i / kChunks, column = i % kChunks * 8;

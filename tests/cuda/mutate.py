@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,13 +25,18 @@ ROOT = Path(__file__).resolve().parents[2]
 CUDA = ROOT / "plugins" / "cuda"
 TIMEOUT = 120  # seconds; a broken kernel may run forever
 
-# What a header's mistake shows in: the op's test, its sources, and the head size to test. One head
+# What a file's mistake shows in: the op's test, its sources, and the head size to test. One head
 # size of attention keeps a mutant to seconds; scoring's leftover dimensions need one of 80.
+ATTENTION = ("attention", ("attention.cu", "attention_64.cu"), 64)
+SRH_SCORE = ("srh_score", ("srh_score.cu",), 0)
 OPS = {
-    "attention.cuh": ("attention", ("attention.cu", "attention_64.cu"), 64),
-    "cache.cuh": ("attention", ("attention.cu", "attention_64.cu"), 64),
+    "attention.cu": ATTENTION,
+    "attention.cuh": ATTENTION,
+    "attention_launch.cuh": ATTENTION,
+    "cache.cuh": ATTENTION,
     "kv_append.cuh": ("kv_append", ("kv_append.cu",), 0),
-    "srh_score.cuh": ("srh_score", ("srh_score.cu",), 0),
+    "srh_score.cu": SRH_SCORE,
+    "srh_score.cuh": SRH_SCORE,
     "select_tokens.cuh": ("select_tokens", ("select_tokens.cu",), 0),
 }
 FLAGS = ("-std=c++17", "-O1", "-w", "-fno-math-errno")
@@ -56,7 +63,7 @@ def main() -> int:
     survivors = []
     with tempfile.TemporaryDirectory() as folder:
         objects = build_shared(Path(folder))
-        for file in sorted({m.file for m in chosen}):
+        for file in sorted({OPS[m.file]: m.file for m in chosen}.values()):  # one of each op
             if (outcome := run(Path(folder), objects, file, None)).caught:
                 print(f"error: the unbroken kernels of {file} fail: {outcome.how}")
                 return 1
@@ -115,17 +122,25 @@ def run(folder: Path, objects: list[Path], file: str, mutant: Mutant | None) -> 
 
 
 def test(program: Path, op: str, head_dim: int) -> str:
-    """How the tests fail; "" where they pass."""
-    try:
-        done = subprocess.run(
-            [program, "8", "1", op, str(head_dim)], capture_output=True, text=True, timeout=TIMEOUT
-        )
-    except subprocess.TimeoutExpired:
-        return "no end"
-    if done.returncode == 0:
+    """How the tests fail, by the first failure; "" where they pass."""
+    command = [program, "8", "1", op, str(head_dim)]
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
+        timer = threading.Timer(TIMEOUT, process.kill)
+        timer.start()
+        said = process.stderr.readline().strip()
+        if said.startswith("FAILED"):
+            process.kill()  # what is left takes as long as tests that pass
+        process.stderr.read()
+        process.wait()
+        timer.cancel()
+    if process.returncode == 0:
         return ""
-    said = (done.stderr or done.stdout).splitlines() or [f"signal {-done.returncode}"]
-    return said[0].removeprefix("FAILED ").split(" page=")[0][:80]
+    if process.returncode == -signal.SIGKILL and not said:
+        return "no end"
+    said = said or f"signal {-process.returncode}"
+    return said.removeprefix("FAILED ").split(" page=")[0][:80]
 
 
 def broken(mutant: Mutant, path: Path) -> None:

@@ -32,7 +32,8 @@ const std::vector<Schedule> kSchedules = {
     {"random", 2, 2},
     {"one warp at a time, copies at once", 3, 0},
 };
-constexpr int64_t kSharedOfHopper = 227 << 10, kSharedOfAda = 99 << 10;
+// The last one is what every GPU has: two stages of heads of 64.
+constexpr int64_t kSharedOfHopper = 227 << 10, kSharedOfAda = 99 << 10, kLeastShared = 48 << 10;
 
 // `run` in every schedule; the first one is the one whose bits the others must repeat.
 template <class Run>
@@ -86,12 +87,12 @@ bool same_row(const Rows& a, const Rows& b, const Shape& shape, int row_of_batch
   return true;
 }
 
-void test_attention(const Shape& shape, Random& random, int budget) {
+void test_attention(const Shape& shape, Random& random, int budget, float sharpness) {
   Cache cache(shape, random);
   cache.randomize(random, shape.rows, shape.magnitude);
   Rows q(shape, shape.rows, shape.heads());
   q.randomize(random, shape.magnitude);
-  const float scale = shape.scale() * (random.once_in(4) ? 4 : 1);  // at times a sharp softmax
+  const float scale = shape.scale() * sharpness;
 
   const int batch = shape.batch(), stride = budget + random.between(0, 1) * 3;
   std::vector<int32_t> indices(batch * stride, INT_MIN), counts;
@@ -172,17 +173,22 @@ void test_attention(const Shape& shape, Random& random, int budget) {
                 "sparse depends on the order of threads");
         }
       },
-      random.once_in(2) && shape.head_dim <= 128 ? kSharedOfAda : kSharedOfHopper);
+      random.of<int64_t>({kSharedOfHopper, shape.head_dim <= 128 ? kSharedOfAda : kSharedOfHopper,
+                          shape.head_dim == 64 ? kLeastShared : kSharedOfHopper}));
   check(cache.copy() == cached, "wrote to the cache");
 }
 
 void test_srh_score(const Shape& shape, Random& random, int query_heads) {
-  Cache cache(shape, random);
+  Shape history = shape;
+  history.rows = 0;  // pages end with the history: nobody may look at the next one
+  Cache cache(history, random);
   cache.randomize(random, 0, shape.magnitude);
   Rows queries(shape, shape.rows, query_heads);
   queries.randomize(random, shape.magnitude);
   std::vector<int32_t> kv_heads(query_heads);
-  for (int32_t& head : kv_heads) head = random.between(0, shape.kv_heads - 1);
+  // At times the last KV head alone.
+  const int lowest = random.once_in(3) ? shape.kv_heads - 1 : 0;
+  for (int32_t& head : kv_heads) head = random.between(lowest, shape.kv_heads - 1);
   const float scale = shape.scale();
   const int batch = shape.batch();
   const int width = *std::max_element(shape.lengths.begin(), shape.lengths.end()) + 3;
@@ -262,21 +268,23 @@ void test_kv_append(const Shape& shape, Random& random) {
   });
 }
 
-void test_select_tokens(Random& random, int longest) {
+constexpr int kScoreKinds = 6;
+
+// A choice of `open` tokens beside sink and window, by one kind of scores.
+void test_select_tokens(Random& random, int longest, int open, int kind, bool has_target,
+                        bool has_draft) {
   const int batch = random.between(1, 3);
-  const bool has_target = !random.once_in(4), has_draft = !random.once_in(4);
   Choice choice{};
   choice.sink = random.between(0, 8);
   choice.window = random.between(0, 40);
-  choice.budget = choice.sink + choice.window + random.between(0, random.of<int>({0, 20, 200}));
+  choice.budget = choice.sink + choice.window + open;
   choice.lookahead = random.between(0, choice.budget);
   std::vector<int32_t> lengths;
   for (int b = 0; b < batch; ++b)
-    lengths.push_back(random.once_in(4) ? random.between(0, choice.budget + 1)
-                                        : random.between(longest / 2, longest));
+    lengths.push_back(b > 0 && random.once_in(4) ? random.between(0, choice.budget + 1)
+                                                 : random.between(longest / 2, longest));
   const int width = *std::max_element(lengths.begin(), lengths.end()) + random.between(0, 3);
   const int stride = width + random.between(0, 3);
-  const int kind = random.between(0, 5);
   const auto any_score = [&]() -> float {
     if (kind == 1) return 0.25f * static_cast<float>(random.between(-2, 2));  // ties
     if (kind == 2) return random.once_in(2) ? 0.0f : -0.0f;
@@ -336,9 +344,10 @@ int g_head_dim = 0;  // the only one to test; 0 for all
 
 bool wanted(const char* op, const char* only) { return !only || !std::strcmp(op, only); }
 
-void test_ops(const Shape& shape, Random& random, int budget, int query_heads, const char* only) {
+void test_ops(const Shape& shape, Random& random, int budget, int query_heads, const char* only,
+              float sharpness = 1) {
   if (g_head_dim != 0 && shape.head_dim != g_head_dim) return;
-  if (wanted("attention", only)) test_attention(shape, random, budget);
+  if (wanted("attention", only)) test_attention(shape, random, budget, sharpness);
   if (wanted("srh_score", only) && shape.rows <= 16) test_srh_score(shape, random, query_heads);
   if (wanted("kv_append", only)) test_kv_append(shape, random);
 }
@@ -359,7 +368,8 @@ void test_grid(Random& random, const char* only) {
         shape.page_size = page_sizes[turn % page_sizes.size()];
         shape.layout = turn % kCudaLayouts;
         shape.lengths = {random.between(1, 60), 0, random.between(60, 150)};
-        test_ops(shape, random, random.between(0, 80), random.between(1, 9), only);
+        test_ops(shape, random, random.between(0, 80), random.between(1, 9), only,
+                 random.once_in(4) ? 4 : 1);
         ++turn;
       }
 }
@@ -377,7 +387,8 @@ void test_random_shapes(Random& random, int count, const char* only) {
     if (random.once_in(4)) shape.magnitude = 64;  // products that fp16 could not hold
     for (int b = random.between(0, 3); b >= 0; --b)
       shape.lengths.push_back(random.once_in(4) ? 0 : random.between(1, 200));
-    test_ops(shape, random, random.between(0, 150), random.between(1, 20), only);
+    test_ops(shape, random, random.between(0, 150), random.between(1, 20), only,
+             random.once_in(4) ? 4 : 1);
   }
 }
 
@@ -391,14 +402,19 @@ void test_long(Random& random, const char* only) {
   shape.lengths = {1022, 2600, 1300, 0};
   test_ops(shape, random, 1400, 5, only);
   shape.dtype = DUSTIN_FLOAT16;
+  shape.kv_heads = 2;
   shape.group = 7;
   shape.rows = 5;
   shape.lengths = {700, 1500};
   test_ops(shape, random, 600, 14, only);
+  shape.kv_heads = 1;
   shape.group = 4;
-  shape.rows = 33;  // a prompt, in parts of 1056 keys
-  shape.lengths = {1100};
-  test_ops(shape, random, 100, 1, only);
+  shape.rows = 33;  // a prompt, in parts of 1056 keys: its new tokens make them two
+  shape.lengths = {1040};
+  test_ops(shape, random, 100, 1, only, 256);  // a part's weights may vanish beside another's
+  shape.rows = 1;
+  shape.lengths = {17000};  // more chunks than a warp has lanes
+  if (wanted("srh_score", only)) test_srh_score(shape, random, 1);
 }
 
 }  // namespace
@@ -414,8 +430,11 @@ int main(int argc, char** argv) {
   test_long(random, only);
   if (wanted("select_tokens", only)) {
     for (const int longest : {10, 70, 300, 3000})
-      for (int i = 0; i < shapes; ++i) test_select_tokens(random, longest);
-    test_select_tokens(random, 40000);
+      for (int i = 0; i < shapes; ++i)
+        test_select_tokens(random, longest, random.between(0, random.of<int>({0, 20, 200})),
+                           i % kScoreKinds, i % 8 != 1 && i % 8 != 7, i % 8 != 2 && i % 8 != 7);
+    // More words of bits than threads.
+    for (const int open : {200, 0}) test_select_tokens(random, 80000, open, 1, true, true);
   }
   const Report& report = Report::get();
   std::printf("emulated CUDA kernels: %ld checks, %ld wrong\n", report.checks, report.failures);
