@@ -6,6 +6,7 @@ DTYPE ?=
 DEMO_ARGS ?=
 PYTEST_ARGS ?= -q -n 2
 GPU_ARGS ?=
+MUTANTS_ARGS ?=
 CUDA_ARCHITECTURES ?= native
 NVCC ?= nvcc
 
@@ -60,8 +61,8 @@ emulated: $(READY) ## Build the CUDA kernels for the host and run them there, in
 	@build/host/tests/cuda/layout_probe
 	@build/host/tests/cuda/test_cuda
 
-mutants: $(READY) ## Break the emulated CUDA kernels in every way on the list: their tests must catch each
-	@$(BIN)/python -m tests.cuda.mutate
+mutants: $(READY) ## Break the emulated CUDA kernels in every way listed: tests must catch each
+	@$(BIN)/python -m tests.cuda.mutate $(MUTANTS_ARGS)
 
 sanitize: export PATH := $(CURDIR)/$(BIN):$(PATH)
 sanitize: $(READY) ## Run the native tests under the address and undefined-behaviour sanitizers

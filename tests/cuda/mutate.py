@@ -56,8 +56,9 @@ def main() -> int:
     )
     parser.add_argument("--only", metavar="TEXT", default="", help="mistakes with this text")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="at a time")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="each N-th of them")
     options = parser.parse_args()
-    chosen = [m for m in MUTANTS if options.only in m.mistake]
+    chosen = [m for m in MUTANTS if options.only in m.mistake][:: options.every]
     if not chosen:
         parser.error(f"no mutant's mistake has {options.only!r} in it")
     survivors = []
