@@ -15,13 +15,14 @@ CONSTRAINTS := build_scripts/constraints.txt
 READY := .venv/.ready
 CUDA_CHECKS := .venv/.cuda-checks
 NATIVE := CMakeLists.txt $(wildcard plugins/common/* plugins/cpu/* plugins/include/dustin/*)
-SOURCES := $(wildcard $(foreach d,plugins/common plugins/cpu plugins/cuda tests/native tests/cuda,$d/*.cpp $d/*.h $d/*.cu $d/*.cuh) \
+SOURCES := $(wildcard $(foreach d,plugins/common plugins/cpu plugins/cuda plugins/tensorrt tests/native tests/cuda \
+  tests/tensorrt,$d/*.cpp $d/*.h $d/*.cu $d/*.cuh) \
   plugins/include/dustin/*.h)
 COMPILER := $(shell for c in $${CXX:-c++ g++ clang++}; do command -v $$c && break; done)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-reference emulated mutants sanitize cuda cuda-check gpu gpu-dry lint clean
+.PHONY: help setup demo test test-reference emulated mutants sanitize cuda plugins cuda-check gpu gpu-dry lint clean
 
 help: ## Say what there is (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,9 +58,11 @@ test-reference: $(READY) ## Run models and decoding loop once more on torch alon
 emulated: export PATH := $(CURDIR)/$(BIN):$(PATH)
 emulated: $(READY) ## Build the CUDA kernels for the host and run them there, in every order of threads
 	@cmake -S . -B build/host -G Ninja -DDUSTIN_EMULATED=ON >/dev/null
-	@cmake --build build/host --target test_cuda layout_probe -- --quiet
+	@cmake --build build/host --target emulated -- --quiet
 	@build/host/tests/cuda/layout_probe
 	@build/host/tests/cuda/test_cuda
+	@if [ -x build/host/tests/tensorrt/test_plugins ]; then build/host/tests/tensorrt/test_plugins; \
+	  else echo "Without TensorRT's headers (TENSORRT_ROOT=folder): no plugins"; fi
 
 mutants: $(READY) ## Break the emulated CUDA kernels in every way listed: tests must catch each
 	@$(BIN)/python -m tests.cuda.mutate $(MUTANTS_ARGS)
@@ -73,14 +76,23 @@ sanitize: $(READY) ## Run the native tests under the address and undefined-behav
 	@cmake --build build/sanitize -- --quiet
 	@build/sanitize/tests/native/test_kernels
 	@build/sanitize/tests/cuda/test_cuda 3
+	@[ ! -x build/sanitize/tests/tensorrt/test_plugins ] || build/sanitize/tests/tensorrt/test_plugins
 
-cuda: export PATH := $(CURDIR)/$(BIN):$(PATH)
+cuda plugins: export PATH := $(CURDIR)/$(BIN):$(PATH)
 cuda: $(READY) ## Build libdustin_cuda.so (CUDA_ARCHITECTURES="80-real;90a-real", default native; NVCC=nvcc)
-	@command -v $(NVCC) >/dev/null || { \
-	  echo "error: $(NVCC) is not on PATH; install CUDA 12.8 or later, or say NVCC=/usr/local/cuda/bin/nvcc" >&2; exit 1; }
-	@cmake -S . -B build/cuda -G Ninja -DDUSTIN_CUDA=ON -DCMAKE_CUDA_COMPILER="$$(command -v $(NVCC))" \
-	  -DDUSTIN_CUDA_ARCHITECTURES="$(CUDA_ARCHITECTURES)" >/dev/null
-	@cmake --build build/cuda --target dustin_cuda -- --quiet
+	@$(call build_with_nvcc,dustin_cuda,OFF)
+
+plugins: $(READY) ## Build libdustin_trt_plugins.so, likewise, over TensorRT's headers (TENSORRT_ROOT=folder)
+	@$(call build_with_nvcc,dustin_trt_plugins,ON)
+
+# A target, and whether it needs TensorRT's headers.
+define build_with_nvcc
+command -v $(NVCC) >/dev/null || { \
+  echo "error: $(NVCC) is not on PATH; install CUDA 12.8 or later, or say NVCC=/usr/local/cuda/bin/nvcc" >&2; exit 1; } && \
+cmake -S . -B build/cuda -G Ninja -DDUSTIN_CUDA=ON -DDUSTIN_TENSORRT=$(2) \
+  -DCMAKE_CUDA_COMPILER="$$(command -v $(NVCC))" -DDUSTIN_CUDA_ARCHITECTURES="$(CUDA_ARCHITECTURES)" >/dev/null && \
+cmake --build build/cuda --target $(1) -- --quiet
+endef
 
 cuda-check: $(CUDA_CHECKS) ## Compile the CUDA kernels with the packaged nvcc and check their machine code
 	@$(BIN)/python -m tests.cuda.machine_code

@@ -43,7 +43,7 @@ def weights_fingerprint(folder: str | Path) -> dict[str, str]:
         A file that is damaged or that the index names and is not there; says which.
     """
     tensors: dict[str, dict[str, bytes]] = {}
-    for path in _files(Path(folder)):
+    for path in weight_files(folder):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 (it is no dictionary)
@@ -58,7 +58,15 @@ def weights_fingerprint(folder: str | Path) -> dict[str, str]:
     }
 
 
-def _files(folder: Path) -> list[Path]:
+def weight_files(folder: str | Path) -> list[Path]:
+    """The safetensors of a checkpoint folder, as transformers chooses them; none where there are none.
+
+    Raises
+    ------
+    ValueError
+        An index that is none.
+    """
+    folder = Path(folder)
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.is_file():
         return [whole]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dustin_trt.config import ConfigError, ModelSpec, tokenizer_fingerprint
 from dustin_trt.drafting import Batch, DraftModel
-from dustin_trt.engines.torch_engine import TorchEngine
+from dustin_trt.engines.torch_engine import TorchEngine, TorchLookahead
 from dustin_trt.runtime.loading import load_draft, load_model, load_tokenizer, make_cache
 from dustin_trt.sampling import SamplingBatch
 
@@ -72,8 +72,9 @@ class Pair:
             sampling=greedy,
             tokens=[tokens],
         )
-        drafts, _, queries = self.drafter.roll_out(batch, steps)
-        return drafts[0], queries[0]
+        asked = TorchLookahead(self.draft, SLOT, None)
+        drafts, _ = self.drafter.roll_out(batch, steps, asked)
+        return drafts[0], torch.cat(asked.queries)
 
 
 def load_pair(

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from dustin_trt import __version__
 from dustin_trt.cli.bench_options import add_bench
+from dustin_trt.cli.build_options import add_build
 from dustin_trt.cli.calibrate_options import add_calibrate
 from dustin_trt.cli.distill_options import add_distill
 
@@ -44,6 +45,9 @@ examples:
   dustin-trt generate --target Qwen2.5-7B-Instruct --draft Qwen2.5-0.5B-Instruct \\
       --config dustin.json --temperature 0.7 --top-p 0.9 --seed 1 \\
       --input prompts.jsonl --output out.jsonl
+
+  # engines that dustin-trt build made
+  dustin-trt generate --engine-dir engines --input prompts.jsonl --output out.jsonl
 
   # lossless for comparison: n-gram lookup with full verification, then plain decoding
   dustin-trt generate --target DIR --draft lookup --policy dense --input IN --output OUT
@@ -90,6 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_doctor(commands)
     _add_demo(commands)
+    _add_debug(add_build(commands))
     _add_debug(add_calibrate(commands))
     _add_debug(add_distill(commands))
     for benchmark in add_bench(commands):
@@ -108,20 +113,27 @@ def _add_generate(commands: Any) -> None:
     add("--input", required=True, type=Path, metavar="FILE", help="JSONL of prompts")
     add("--output", required=True, type=Path, metavar="FILE", help="JSONL of texts, appended to")
 
-    add = command.add_argument_group("models").add_argument
+    models = command.add_argument_group("models")
+    add = models.add_mutually_exclusive_group(required=True).add_argument
     add(
         "--target",
-        required=True,
         type=Path,
         metavar="DIR",
         help="folder of a Hugging Face checkpoint (Llama, Qwen2/2.5, Qwen3, Mistral)",
     )
     add(
+        "--engine-dir",
+        type=Path,
+        metavar="DIR",
+        help="folder that dustin-trt build made: target, draft and configuration in one",
+    )
+    add = models.add_argument
+    add(
         "--draft",
-        default="none",
         metavar="DRAFT",
         help="folder of a smaller model with the same tokenizer; skip:14,17 (the target without "
-        "these layers); lookup or lookup:N (n-grams of the prompt); none (default)",
+        "these layers); lookup or lookup:N (n-grams of the prompt); none (default with --target; "
+        "with --engine-dir its own)",
     )
     add(
         "--draft-window",
@@ -135,7 +147,11 @@ def _add_generate(commands: Any) -> None:
         metavar="DTYPE",
         help="auto (the checkpoint's, default), float32, bfloat16, float16",
     )
-    add("--device", default="cpu", metavar="DEVICE", help="cpu (default), cuda, cuda:1, …")
+    add(
+        "--device",
+        metavar="DEVICE",
+        help="cpu (default with --target), cuda (default with compiled engines), cuda:1, …",
+    )
     add(
         "--no-cuda-graphs",
         dest="cuda_graphs",
@@ -201,10 +217,9 @@ def _add_generate(commands: Any) -> None:
     add = command.add_argument_group("running").add_argument
     add(
         "--batch-size",
-        default=8,
         type=int,
         metavar="B",
-        help="requests decoded at a time (default 8)",
+        help="requests decoded at a time (default 8; with --engine-dir what it was built for)",
     )
     add(
         "--max-model-len",

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dustin_trt import ops
 from dustin_trt.drafting.base import Batch, Drafter, Proposal, no_drafts
-from dustin_trt.engines.base import Dense, Engine, Indices, Selection
+from dustin_trt.engines.base import Dense, Engine, Lookahead, Selection, Window
 from dustin_trt.engines.graphs import Outputs
 from dustin_trt.sampling import best, draft_probabilities, sample
 
@@ -47,8 +46,7 @@ class DraftModel(Drafter):
         self.engine = engine
         self.lookahead = lookahead
         self.target_vocab_size = target_vocab_size
-        self.cache_window = cache_window
-        self.sink = sink
+        self.reading: Selection = Window(cache_window, sink) if cache_window else Dense()
         self.prefill_chunk = prefill_chunk
 
     def admit(self, slot: int, tokens: Sequence[int], reserve: int) -> None:
@@ -85,9 +83,10 @@ class DraftModel(Drafter):
             tokens, scores = self._greedy(batch, steps, rows)
             drafted = time.perf_counter()
         else:
-            tokens, probs, queries = self.roll_out(batch, steps)
+            lookahead = self._look(batch.slots, rows)
+            tokens, probs = self.roll_out(batch, steps, lookahead)
             drafted = time.perf_counter()
-            scores = self._look(batch.slots, queries, rows)
+            scores = lookahead.scores() if lookahead else None
         return Proposal(
             tokens=tokens[:, :width],
             counts=counts,
@@ -96,14 +95,15 @@ class DraftModel(Drafter):
             seconds={"draft": drafted - started, "score": time.perf_counter() - drafted},
         )
 
-    def roll_out(self, batch: Batch, steps: int) -> tuple[Tensor, Tensor | None, Tensor]:
+    def roll_out(
+        self, batch: Batch, steps: int, lookahead: Lookahead | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Draft `steps` tokens a row, each from the one before.
 
         Returns
         -------
         tokens : Tensor `[B, steps]` int64
         probs : Tensor `[B, steps, V]` fp32, what they were sampled from; None when greedy
-        queries : Tensor `[B, steps, P, D]`, the retrieval heads' queries that chose each
         """
         probs: list[Tensor] = []
 
@@ -114,8 +114,8 @@ class DraftModel(Drafter):
             return sample(logits, p, batch.uniforms[:, i], batch.sampling)
 
         window = self._first_window(batch.previous, batch.last)
-        tokens, queries = self._chain(batch.slots, window, steps, choose)
-        return tokens, torch.stack(probs, 1) if probs else None, queries
+        tokens = self._chain(batch.slots, window, steps, choose, lookahead)
+        return tokens, torch.stack(probs, 1) if probs else None
 
     def _greedy(
         self, batch: Batch, steps: int, rows: Tensor | None
@@ -126,57 +126,52 @@ class DraftModel(Drafter):
             slots: Tensor, previous: Tensor, last: Tensor, rows: Tensor | None = None
         ) -> Outputs:
             window = self._first_window(previous, last)
-            tokens, queries = self._chain(slots, window, steps, lambda _, logits: best(logits))
-            return tokens, self._look(slots, queries, rows)
+            lookahead = self._look(slots, rows)
+            tokens = self._chain(slots, window, steps, lambda _, logits: best(logits), lookahead)
+            return tokens, lookahead.scores() if lookahead else None
 
         inputs = {"slots": batch.slots, "previous": batch.previous, "last": batch.last}
         if rows is not None:
             inputs["rows"] = rows
-        key = ("draft", steps, self.lookahead, self.cache_window, self.engine.srh_heads)
+        key = ("draft", steps, self.lookahead, self.reading, self.engine.srh_heads)
         outputs: Any = self.engine.graphs.run(key, body, inputs)
         tokens, scores = outputs
         return tokens, scores
 
     def _chain(
-        self, slots: Tensor, window: Tensor, steps: int, choose: Callable[[int, Tensor], Tensor]
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        slots: Tensor,
+        window: Tensor,
+        steps: int,
+        choose: Callable[[int, Tensor], Tensor],
+        lookahead: Lookahead | None,
+    ) -> Tensor:
         """Run `window [B, 1 or 2]`, then each token that `choose` makes of step i's logits.
 
         Returns
         -------
-        tokens : Tensor `[B, steps]` int64
-        queries : Tensor `[B, steps, P, D]`
+        Tensor `[B, steps]` int64
         """
         tokens: list[Tensor] = []
-        queries: list[Tensor] = []
         for i in range(steps):
             offset = i + 1 - window.shape[1]
             # Tokens of a target with a wider vocabulary mean nothing to the draft: any will do.
             window = window.clamp(max=self.engine.spec.vocab_size - 1)
-            logits, q = self.engine.propose_step(
-                slots, window, offset, self._reading(slots, offset)
-            )
+            logits = self.engine.propose_step(slots, window, offset, self.reading, lookahead)
             # A draft that overflows is a bad draft, no more: verification judges what it proposes.
             # The bounds leave room for the division by a temperature.
             logits = logits.nan_to_num(posinf=1e30, neginf=-1e30)
             tokens.append(choose(i, _fit_vocabulary(logits, self.target_vocab_size)))
-            queries.append(q)
             window = tokens[-1][:, None]
-        return torch.stack(tokens, 1), torch.stack(queries, 1)
+        return torch.stack(tokens, 1)
 
-    def _look(self, slots: Tensor, queries: Tensor, rows: Tensor | None) -> Tensor | None:
-        return self.engine.attention_scores(slots, queries, rows) if self.lookahead else None
+    def _look(self, slots: Tensor, rows: Tensor | None) -> Lookahead | None:
+        return self.engine.look_ahead(slots, rows) if self.lookahead else None
 
     def _first_window(self, previous: Tensor, last: Tensor) -> Tensor:
         # When every draft of the last step was accepted, its last one is not in this cache yet.
         # Running the token before `last` again repairs that for all rows alike.
         return torch.stack([previous, last], 1)
-
-    def _reading(self, slots: Tensor, offset: int) -> Selection:
-        if self.cache_window is None:
-            return Dense()
-        lengths = self.engine.cache.lengths[slots] + offset
-        return Indices(*ops.select_tokens(None, None, lengths, self.cache_window, 0, self.sink, 0))
 
 
 class LayerSkipDraft(DraftModel):

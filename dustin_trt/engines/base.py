@@ -31,6 +31,14 @@ class Indices:
 
 
 @dataclass(frozen=True)
+class Window:
+    """Read the first and the last history tokens, `size` in all, `sink` of them the first."""
+
+    size: int
+    sink: int
+
+
+@dataclass(frozen=True)
 class Dustin:
     """Score the history and choose from it inside the engine, just before reading.
 
@@ -56,7 +64,7 @@ class Dustin:
     guard: float | None = None
 
 
-Selection = Dense | Indices | Dustin
+Selection = Dense | Indices | Window | Dustin
 
 
 @dataclass(frozen=True)
@@ -97,6 +105,14 @@ class Prefill:
     reused: int
 
 
+class Lookahead(Protocol):
+    """A draft's attention to the history over the steps of a roll-out, in the making."""
+
+    def scores(self) -> Tensor:
+        """`S_draft`, `[B, N]` fp32 (Dustin, step 1); see `Engine.attention_scores`."""
+        ...
+
+
 class Engine(Protocol):
     """A model, its cache and its retrieval heads, on some backend.
 
@@ -133,15 +149,25 @@ class Engine(Protocol):
         """
         ...
 
+    def look_ahead(self, slots: Tensor, rows: Tensor | None = None) -> Lookahead:
+        """Begin to collect lookahead scores; `rows [B]`: passes that count, None for all."""
+        ...
+
     def propose_step(
-        self, slots: Tensor, tokens: Tensor, offset: int, selection: Selection
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        slots: Tensor,
+        tokens: Tensor,
+        offset: int,
+        selection: Selection,
+        lookahead: Lookahead | None = None,
+    ) -> Tensor:
         """Run `tokens [B, w]` at positions `lengths + offset`; for drafts.
+
+        What the last token's retrieval heads ask is added to `lookahead`.
 
         Returns
         -------
-        logits : Tensor `[B, V]` fp32, of the last token
-        srh_queries : Tensor `[B, P, D]`, of the last token
+        Tensor `[B, V]` fp32, logits of the last token
         """
         ...
 

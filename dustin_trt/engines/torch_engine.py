@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,11 +15,14 @@ from dustin_trt.config import Head
 from dustin_trt.engines.base import (
     Dense,
     Indices,
+    Lookahead,
     Prefill,
     Selection,
     Verification,
+    Window,
 )
 from dustin_trt.engines.graphs import Graphs, NoGraphs, Outputs, Recorder, StepGraphs
+from dustin_trt.engines.prefill import prefill_in_chunks
 from dustin_trt.engines.selecting import join_and_select
 from dustin_trt.kv_cache import PagedKVCache
 from dustin_trt.metrics import attention_recovery_rate
@@ -117,22 +120,15 @@ class TorchEngine:
         progress: Callable[[int], None] | None = None,
     ) -> Prefill:
         """See `Engine.prefill`; `progress` is called with the tokens done after each chunk."""
-        cache = self.cache
-        # The last token always runs: its logits and queries are what the caller came for.
-        reused = min(cache.resident_prefix(slot, tokens), len(tokens) - 1)
-        cache.lengths[slot] = reused
-        cache.resident[slot] = list(tokens[:reused])
         row = torch.tensor([slot], device=self._device)
-        for start in range(reused, len(tokens), chunk):
-            part = tokens[start : start + chunk]
-            window = torch.tensor([part], device=self._device)
+
+        def run(window: Tensor) -> tuple[Tensor, Tensor]:
             step = _Step(self, row, 0, None, self.srh_heads, last_only=True)
-            logits = self.model.forward(window, step.positions(len(part)), step, last_only=True)
-            cache.lengths[slot] = start + len(part)
-            cache.resident[slot] += part
-            if progress:
-                progress(start + len(part))
-        return Prefill(logits[0, -1], step.queries()[0, -1], reused)
+            positions = step.positions(window.shape[1])
+            logits = self.model.forward(window, positions, step, last_only=True)
+            return logits[0, -1], step.queries()[0, -1]
+
+        return prefill_in_chunks(self.cache, slot, tokens, run, chunk=chunk, progress=progress)
 
     @torch.inference_mode()
     def verify(
@@ -163,15 +159,24 @@ class TorchEngine:
         logits, queries, coverage, guarded, counts, indices = outputs
         return Verification(logits, queries, coverage, guarded, counts, indices, clock.seconds)
 
+    def look_ahead(self, slots: Tensor, rows: Tensor | None = None) -> TorchLookahead:
+        """See `Engine.look_ahead`."""
+        return TorchLookahead(self, slots, rows)
+
     @torch.inference_mode()
     def propose_step(
-        self, slots: Tensor, tokens: Tensor, offset: int, selection: Selection
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        slots: Tensor,
+        tokens: Tensor,
+        offset: int,
+        selection: Selection,
+        lookahead: Lookahead | None = None,
+    ) -> Tensor:
         """See `Engine.propose_step`."""
         plan, tensors = _Plan.of(selection)
 
         def body(slots: Tensor, tokens: Tensor, **tensors: Tensor) -> Outputs:
-            reading = self._select(slots, plan.selection(tensors), _Clock())
+            reading = self._select(slots, plan.selection(tensors), _Clock(), offset)
             step = _Step(self, slots, offset, reading, self.srh_heads, last_only=True)
             positions = step.positions(tokens.shape[1])
             logits = self.model.forward(tokens, positions, step, last_only=True)
@@ -180,7 +185,10 @@ class TorchEngine:
         inputs = {"slots": slots, "tokens": tokens, **tensors}
         outputs: Any = self.graphs.run(("propose", plan, offset, self.srh_heads), body, inputs)
         logits, queries = outputs
-        return logits, queries
+        if lookahead is not None:
+            assert isinstance(lookahead, TorchLookahead)
+            lookahead.queries.append(queries)
+        return logits
 
     @torch.inference_mode()
     def attention_scores(
@@ -266,8 +274,10 @@ class TorchEngine:
             ]
         return self._by_layer[heads]
 
-    def _select(self, slots: Tensor, selection: Selection, clock: _Clock) -> _Reading:
-        """Carry out a selection."""
+    def _select(
+        self, slots: Tensor, selection: Selection, clock: _Clock, offset: int = 0
+    ) -> _Reading:
+        """Carry out a selection for tokens at `lengths + offset`; scored is the history alone."""
         unknown = torch.full((len(slots),), float("nan"), device=self._device)
         guarded = torch.zeros(len(slots), dtype=torch.bool, device=self._device)
         if isinstance(selection, Dense):
@@ -276,6 +286,10 @@ class TorchEngine:
             return _Reading(selection, 0, unknown, guarded)
 
         lengths = self.cache.lengths[slots]
+        if isinstance(selection, Window):
+            before, size, sink = lengths + offset, selection.size, selection.sink
+            chosen = ops.select_tokens(None, None, before, size, 0, sink, 0)
+            return _Reading(Indices(*chosen), 0, unknown, guarded)
         target_scores, draft_scores = None, selection.lookahead_scores
         if not self.graphs.fixed and int(lengths.max()) <= selection.budget:
             draft_scores = None  # everything will be read, so nothing needs a score
@@ -309,6 +323,23 @@ class TorchEngine:
             max_count = self.cache.capacity
         clock.lap("select")
         return _Reading(Indices(indices, counts), max_count, coverage, guarded)
+
+
+@dataclass
+class TorchLookahead:
+    """The queries of a roll-out, to score the history in one go: its keys are read once.
+
+    queries : of every pass, Tensor `[B, P, D]`
+    """
+
+    engine: TorchEngine
+    slots: Tensor
+    rows: Tensor | None
+    queries: list[Tensor] = field(default_factory=list)
+
+    def scores(self) -> Tensor:
+        """See `Lookahead.scores`."""
+        return self.engine.attention_scores(self.slots, torch.stack(self.queries, 1), self.rows)
 
 
 class _Step:

@@ -56,12 +56,33 @@ def check_supported(config: PretrainedConfig, architecture: str) -> None:
             f"{architecture} with hidden_act {activation!r} is not supported, only 'silu'"
         )
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    part = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
+    if part not in (None, 1, 1.0):
+        raise UnsupportedModelError(
+            f"{architecture} with partial_rotary_factor {part} is not supported: every dimension of "
+            "a head must be rotated"
+        )
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind in ("dynamic", "longrope"):
         raise UnsupportedModelError(
             f"{architecture} with {kind} rotary scaling is not supported: positions would depend "
             "on the longest sequence of the batch; use yarn, linear, llama3 or none"
         )
+
+
+def spec_of(config: PretrainedConfig, architecture: str) -> ModelSpec:
+    """The shape of a model of this configuration."""
+    head_dim = getattr(config, "head_dim", None)
+    return ModelSpec(
+        architecture=architecture,
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=head_dim or config.hidden_size // config.num_attention_heads,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        max_positions=config.max_position_embeddings,
+    )
 
 
 class CausalLM:
@@ -83,17 +104,7 @@ class CausalLM:
         config = model.config
         check_supported(config, type(model).__name__)
         self.model = model.eval()
-        head_dim = getattr(config, "head_dim", None)
-        self.spec = ModelSpec(
-            architecture=type(model).__name__,
-            num_layers=config.num_hidden_layers,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=head_dim or config.hidden_size // config.num_attention_heads,
-            hidden_size=config.hidden_size,
-            vocab_size=config.vocab_size,
-            max_positions=config.max_position_embeddings,
-        )
+        self.spec = spec_of(config, type(model).__name__)
         self.layers = tuple(range(self.spec.num_layers))
         self.output_tokens = output_tokens
         self._decoder = DecoderLayers.of(model)

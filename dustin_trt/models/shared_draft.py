@@ -21,7 +21,8 @@ from dustin_trt.models.causal_lm import SHARED_DRAFT, CausalLM, check_supported
 _FORMAT = 1
 _SAMPLES = 32
 _TENSORS = "model.safetensors"
-_TOKENS = "output_tokens"
+OUTPUT_TOKENS = "output_tokens"
+"""The tensor of tokens that a trimmed output head can propose."""
 
 
 def is_shared_draft(folder: str | Path) -> bool:
@@ -56,7 +57,7 @@ def save_shared_draft(
     """
     stored = {name: tensor.contiguous() for name, tensor in tensors.items()}
     if output_tokens is not None:
-        stored[_TOKENS] = output_tokens.to(torch.int32)
+        stored[OUTPUT_TOKENS] = output_tokens.to(torch.int32)
     partial = folder / f"{_TENSORS}.partial"
     try:
         save_file(stored, partial, metadata={"format": "pt"})
@@ -79,30 +80,13 @@ def load_shared_draft(folder: str | Path, target: CausalLM) -> CausalLM:
     """
     folder = Path(folder)
     config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    check_supported(config, (config.architectures or ["a draft without a class"])[0])
-    note = getattr(config, SHARED_DRAFT)
-    if note.get("format") != _FORMAT:
-        raise ValueError(
-            f"{folder} is a draft of format {note.get('format')}; this version reads {_FORMAT}"
-        )
     theirs: Any = target.model.model
-    embeddings = theirs.embed_tokens.weight
-    here, there = _sample(embeddings), note.get("embeddings")
-    same_shape = (config.vocab_size, config.hidden_size) == tuple(embeddings.shape)
-    if not same_shape or not torch.allclose(
-        torch.tensor(here), torch.tensor(there), rtol=2e-2, atol=1e-3
-    ):
-        raise ValueError(
-            f"{folder} shares the embeddings of another target"
-            + ("" if same_shape else f" ({config.vocab_size} × {config.hidden_size} there, "
-               f"{embeddings.shape[0]} × {embeddings.shape[1]} here)")
-            + ": use it with the checkpoint it was distilled from, or distil one for this target"
-        )  # fmt: skip
+    check_shared_draft(folder, config, theirs.embed_tokens.weight)
     try:
         tensors = load_file(folder / _TENSORS)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"the weights in {folder} cannot be read: {error}") from error
-    tokens = tensors.pop(_TOKENS, None)
+    tokens = tensors.pop(OUTPUT_TOKENS, None)
     tokens = None if tokens is None else tokens.long().to(target.device)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=target.dtype)
@@ -121,6 +105,33 @@ def load_shared_draft(folder: str | Path, target: CausalLM) -> CausalLM:
             f"{(wrong or unexpected)[0]} is {'missing' if wrong else 'not in the model'}"
         )
     return CausalLM(model, tokens)
+
+
+def check_shared_draft(folder: Path, config: Any, embeddings: Tensor) -> None:
+    """Refuse a draft that cannot be run beside a target with these embeddings `[V, hidden]`.
+
+    Raises
+    ------
+    ValueError
+        Another target than the one it was made for, a newer format, an unsupported model.
+    """
+    check_supported(config, (config.architectures or ["a draft without a class"])[0])
+    note = getattr(config, SHARED_DRAFT)
+    if note.get("format") != _FORMAT:
+        raise ValueError(
+            f"{folder} is a draft of format {note.get('format')}; this version reads {_FORMAT}"
+        )
+    here, there = _sample(embeddings), note.get("embeddings")
+    same_shape = (config.vocab_size, config.hidden_size) == tuple(embeddings.shape)
+    if not same_shape or not torch.allclose(
+        torch.tensor(here), torch.tensor(there), rtol=2e-2, atol=1e-3
+    ):
+        raise ValueError(
+            f"{folder} shares the embeddings of another target"
+            + ("" if same_shape else f" ({config.vocab_size} × {config.hidden_size} there, "
+               f"{embeddings.shape[0]} × {embeddings.shape[1]} here)")
+            + ": use it with the checkpoint it was distilled from, or distil one for this target"
+        )  # fmt: skip
 
 
 def _sample(embeddings: Tensor) -> list[float]:

@@ -24,6 +24,8 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 """Head sizes that the kernels are compiled for."""
 MAX_GROUP = 16
 """Query heads a KV head."""
+MAX_SCORED_HEADS = 128
+"""Query heads of a scoring call."""
 
 _WITH_WORKSPACE = ("srh_score", "dense_attention", "sparse_attention")
 _OPS = ("kv_append", "select_tokens", *_WITH_WORKSPACE)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dustin_trt import ops
 from dustin_trt.drafting.base import Batch, Proposal
-from dustin_trt.engines.base import Engine, Indices, Selection
+from dustin_trt.engines.base import Engine, Selection, Window
 from dustin_trt.policies.base import Policy
 
 
@@ -18,8 +17,4 @@ class StreamingPolicy(Policy):
 
     def plan(self, target: Engine, batch: Batch, proposal: Proposal) -> Selection:
         """Sink and recent tokens of each row."""
-        lengths = target.cache.lengths[batch.slots]
-        config = self.config
-        return Indices(
-            *ops.select_tokens(None, None, lengths, config.budget, 0, config.sink, config.window)
-        )
+        return Window(self.config.budget, self.config.sink)

@@ -16,7 +16,8 @@ from dustin_trt.config import (
     default_config,
     tokenizer_fingerprint,
 )
-from dustin_trt.engines.torch_engine import TorchEngine
+from dustin_trt.engines.compiled import CompiledModel, EngineFolder
+from dustin_trt.engines.manifest import TOKENIZER
 from dustin_trt.fingerprint import weights_fingerprint
 from dustin_trt.models.causal_lm import CausalLM
 from dustin_trt.policies import POLICIES, DustinPolicy, Policy
@@ -25,13 +26,16 @@ from dustin_trt.runtime.decoder import Decoder
 from dustin_trt.runtime.loading import (
     MAX_GAMMA,
     Draft,
+    Model,
     end_tokens,
     load_draft,
     load_model,
     load_tokenizer,
     make_cache,
+    make_engine,
     make_recorder,
     model_len,
+    plain_draft,
 )
 from dustin_trt.runtime.sampling_params import RequestError, SamplingParams
 from dustin_trt.runtime.sequence import Chunk, Request, RequestOutput
@@ -52,7 +56,7 @@ class LLM:
 
     Parameters
     ----------
-    target : folder of a Hugging Face checkpoint, or a loaded model
+    target : folder of a Hugging Face checkpoint, or a loaded model; None with `engine_dir`
     draft : "none" or None; "lookup" or "lookup:N" (n-grams of up to N tokens); "skip:14,17" (the
         target without these layers, on the target's cache); or a folder of, or a loaded, draft
         model with the target's tokenizer
@@ -75,19 +79,25 @@ class LLM:
     draft_window : history tokens a draft model itself reads, overrides the configuration; 0 reads
         all
     dtype : of weights and cache; "auto" takes the checkpoint's
-    device : "cpu" or a CUDA device; a loaded model stays where it is
+    device : "cpu" (the default for checkpoints) or a CUDA device (the default for compiled
+        engines); a loaded model stays where it is
     cuda_graphs : on a GPU, record the steps as CUDA graphs and replay them, which saves the time to
         queue thousands of launches a step and takes some memory. Without effect on a CPU, and where
         CUDA's kernels do not take the models (fp32, unusual heads), which then run eagerly
     tokenizer : where target is a loaded model; None then allows token prompts only
     draft_tokenizer : where draft is a loaded model
-    max_batch_size : sequences decoded at a time
+    max_batch_size : sequences decoded at a time; None means 8, or what an engine folder holds
     max_model_len : prompt and generated tokens of a request at most; None means as many as both
         models have positions for
-    page_size : tokens a cache page; None makes one page a slot, which torch reads fastest
+    page_size : tokens a cache page; None makes one page a slot, which torch reads fastest. Fixed in
+        an engine folder
     num_pages : pages of the pool; fewer than every slot could fill makes requests wait for room
     prefill_chunk : prompt tokens a forward pass
     record_selections : keep what each verification pass read in `RequestOutput.selections`
+    engine_dir : folder that `dustin-trt build` made, in the place of target, draft and
+        configuration: the same loop over compiled steps. Its draft is the default; "none" and
+        "lookup" do without it. What was compiled in (heads, budget, join, page size, …) cannot
+        be changed: asking for other values is refused. `gamma` can be lower, `guard` any.
 
     Raises
     ------
@@ -103,9 +113,10 @@ class LLM:
 
     def __init__(
         self,
-        target: str | Path | PreTrainedModel,
+        target: str | Path | PreTrainedModel | None = None,
         draft: str | Path | PreTrainedModel | None = None,
         *,
+        engine_dir: str | Path | None = None,
         config: str | Path | DustinConfig | None = None,
         policy: str | None = None,
         budget: int | None = None,
@@ -116,11 +127,11 @@ class LLM:
         guard: float | None = None,
         draft_window: int | None = None,
         dtype: torch.dtype | str = "auto",
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
         cuda_graphs: bool = True,
         tokenizer: Any = None,
         draft_tokenizer: Any = None,
-        max_batch_size: int = 8,
+        max_batch_size: int | None = None,
         max_model_len: int | None = None,
         page_size: int | None = None,
         num_pages: int | None = None,
@@ -128,13 +139,33 @@ class LLM:
         record_selections: bool = False,
         on_prefill: Callable[[Request, int], None] | None = None,
     ) -> None:
-        if max_batch_size < 1 or prefill_chunk < 1:
+        if (max_batch_size is not None and max_batch_size < 1) or prefill_chunk < 1:
             raise ValueError("max_batch_size and prefill_chunk must be at least 1")
         if isinstance(config, str | Path):  # the cheapest mistakes first
             config = DustinConfig.load(config)
-        self._target_model = load_model(target, dtype, device)
-        self.tokenizer = tokenizer or load_tokenizer(target)
+        self._folder: EngineFolder | None = None
+        if engine_dir is not None:
+            if target is not None or dtype != "auto" or heads is not None or page_size is not None:
+                raise ValueError(
+                    "engine_dir is in the place of target, dtype, heads and page_size: they are "
+                    "compiled in"
+                )
+            self._folder = EngineFolder.load(engine_dir)
+            max_model_len = _within(self._folder, "max_context", max_model_len)
+            max_batch_size = _within(self._folder, "max_batch", max_batch_size)
+            device = self._folder.device(device)
+            self._target_model: Model = self._folder.target(device)
+            source: Any = self._folder.path / TOKENIZER
+            source = source if source.is_dir() else None
+        elif target is None:
+            raise ValueError("name a target, or an engine_dir")
+        else:
+            device = device or "cpu"
+            self._target_model = load_model(target, dtype, device)
+            source = target
+        self.tokenizer = tokenizer or load_tokenizer(source)
         spec = self._target_model.spec
+        max_batch_size = max_batch_size or 8
         self._cache = make_cache(
             self._target_model,
             model_len(max_model_len, spec),
@@ -142,6 +173,7 @@ class LLM:
             page_size,
             num_pages,
         )
+        self._max_model_len = max_model_len
         self._options: dict[str, Any] = {
             "draft": draft, "config": config, "policy": policy, "budget": budget, "gamma": gamma,
             "signal": signal, "join": join, "heads": heads, "guard": guard,
@@ -153,7 +185,12 @@ class LLM:
         }  # fmt: skip
         self._target_source = target
         self._fingerprints: dict[str, dict[str, str]] = {}
-        self.eos = end_tokens(self._target_model, self.tokenizer)
+        if isinstance(self._target_model, CausalLM):
+            generation = getattr(self._target_model.model, "generation_config", None)
+            self.eos = end_tokens(generation, self.tokenizer)
+        else:
+            assert self._folder
+            self.eos = frozenset(self._folder.manifest.eos)
         self._draft = self._load_draft()
         self._assemble()
 
@@ -174,6 +211,7 @@ class LLM:
         twin = object.__new__(LLM)
         twin._target_model, twin.tokenizer = self._target_model, self.tokenizer
         twin._cache, twin.eos = self._cache, self.eos
+        twin._folder, twin._max_model_len = self._folder, self._max_model_len
         if isinstance(options.get("config"), str | Path):
             options["config"] = DustinConfig.load(options["config"])
         twin._options = {**self._options, **options}
@@ -294,15 +332,31 @@ class LLM:
         return read / full
 
     def _load_draft(self) -> Draft:
-        options = self._options
+        options, target = self._options, self._target_model
+        if isinstance(target, CompiledModel):
+            return self._compiled_draft(target)
         return load_draft(
             options["draft"],
-            self._target_model,
+            target,
             self.tokenizer,
             options["draft_tokenizer"],
             options["dtype"],
             options["device"],
         )
+
+    def _compiled_draft(self, target: CompiledModel) -> Draft:
+        """The engine folder's draft, or one that needs no model."""
+        draft = self._options["draft"]
+        assert self._folder
+        if draft is None and (model := self._folder.draft(target.device)):
+            return Draft("model", model, own_cache=True)
+        plain = plain_draft(draft)
+        if plain is None:
+            raise ValueError(
+                f"draft {str(draft)!r} with an engine folder: leave it out for the folder's own, "
+                "or say none or lookup"
+            )
+        return plain
 
     def _assemble(self) -> None:
         """Put draft, configuration and policy together around the target and its cache."""
@@ -311,6 +365,8 @@ class LLM:
         positions = [model.spec.max_positions for model in (target, draft_model) if model]
         self._position_limit = min(positions)
         self.max_model_len = min(self._cache.capacity - MAX_GAMMA, self._position_limit)
+        if self._max_model_len is not None:
+            self.max_model_len = min(self.max_model_len, self._max_model_len)
         self.config = self._config(target.spec, draft_model)
         self.gamma = self.config.gamma
         policy = self._policy()
@@ -332,7 +388,7 @@ class LLM:
             recorder=recorder,
         )
         self.decoder = Decoder(
-            TorchEngine(target, self._cache, target_heads, recorder),
+            make_engine(target, self._cache, target_heads, recorder),
             drafter,
             policy,
             gamma=self.gamma,
@@ -344,10 +400,13 @@ class LLM:
             on_prefill=options["on_prefill"],
         )
 
-    def _config(self, spec: ModelSpec, draft: CausalLM | None) -> DustinConfig:
+    def _config(self, spec: ModelSpec, draft: Model | None) -> DustinConfig:
         options = self._options
         draft_spec, layers = (draft.spec, draft.layers) if draft else (None, ())
-        config: DustinConfig = options["config"] or default_config(spec, draft_spec, layers)
+        built = self._folder.manifest.config if self._folder else None
+        config: DustinConfig = (
+            options["config"] or built or default_config(spec, draft_spec, layers)
+        )
         changes = {
             name: value for name in ("budget", "gamma", "join", "guard", "draft_window")
             if (value := options[name]) is not None
@@ -366,6 +425,8 @@ class LLM:
         config = config.replace(**changes)
         if config.gamma > MAX_GAMMA:
             raise ConfigError(f"gamma {config.gamma} is more than {MAX_GAMMA}: lower it")
+        if self._folder:
+            self._folder.check_config(config)
         fingerprint = tokenizer_fingerprint(self.tokenizer) if self.tokenizer else None
         config.check(
             spec,
@@ -386,6 +447,9 @@ class LLM:
     ) -> dict[str, str] | None:
         """Fingerprint of a model's folder, where it has one and there is one to compare with."""
         own = role == "target" or self._draft.own_cache  # else the draft is no model of its own
+        if self._folder and made_for and own:
+            known: dict[str, str] = getattr(self._folder.manifest, f"{role}_weights")
+            return known or None
         if not made_for or not own or not isinstance(source, str | Path):
             return None
         if role not in self._fingerprints:
@@ -396,7 +460,7 @@ class LLM:
         options = self._options
         name = options["policy"]
         if name is None:
-            name = "dustin" if self._draft.drafts or options["config"] else "dense"
+            name = "dustin" if self._draft.drafts or options["config"] or self._folder else "dense"
         if name not in POLICIES:
             raise ValueError(f"unknown policy {name!r}; there are {', '.join(POLICIES)}")
         if name != "dustin":
@@ -404,6 +468,15 @@ class LLM:
         has_lookahead = self._draft.model is not None
         looks_ahead = has_lookahead and bool(self.config.draft_heads)
         signal: Signal = options["signal"] or ("hybrid" if looks_ahead else "history")
+        if self._folder and signal != (built := self._folder.manifest.signal):
+            raise ConfigError(
+                f"this engine folder was built for signal {built!r}, not {signal!r}: "
+                + (
+                    "it needs the folder's own draft; or choose policy 'dense'"
+                    if options["signal"] is None
+                    else "leave signal out, or build it again"
+                )
+            )
         if signal not in SIGNALS:
             raise ValueError(f"unknown signal {signal!r}; there are {', '.join(SIGNALS)}")
         policy = DustinPolicy(self.config, signal)
@@ -417,3 +490,17 @@ class LLM:
         if policy.needs_lookahead and not self.config.draft_heads:
             raise ConfigError("the configuration names no draft_heads to look ahead with")
         return policy
+
+
+def _within(folder: EngineFolder, name: str, wanted: int | None) -> int:
+    """A size that an engine folder bounds, checked; None means all there is."""
+    most = {
+        "max_context": folder.manifest.max_context,
+        "max_batch": folder.manifest.target[0].graph.max_batch,
+    }[name]
+    if wanted is not None and wanted > most:
+        raise ValueError(
+            f"{wanted} is more than the {name} {most} that {folder.path} was built for: lower it, "
+            "or build the engines again"
+        )
+    return wanted or most

@@ -12,6 +12,9 @@ from transformers import AutoTokenizer, PreTrainedModel
 from dustin_trt.config import Head, ModelSpec
 from dustin_trt.drafting import Drafter, DraftModel, LayerSkipDraft, LookupDrafter, NoDrafter
 from dustin_trt.drafting.tokenizers import check_same_tokenizer
+from dustin_trt.engines.base import Engine
+from dustin_trt.engines.compiled import CompiledModel
+from dustin_trt.engines.graph_engine import GraphEngine
 from dustin_trt.engines.graphs import CudaRecorder, Recorder
 from dustin_trt.engines.torch_engine import TorchEngine
 from dustin_trt.kv_cache import PagedKVCache
@@ -22,6 +25,9 @@ from dustin_trt.ops import cuda
 
 MAX_GAMMA = 16
 """Longest draft; every slot keeps room for a window of it past its last token."""
+
+Model = CausalLM | CompiledModel
+"""What runs: a checkpoint by torch, or an engine folder's step."""
 
 
 @dataclass
@@ -36,7 +42,7 @@ class Draft:
     """
 
     name: str
-    model: CausalLM | None = None
+    model: Model | None = None
     max_ngram: int = 0
     own_cache: bool = False
     cache: PagedKVCache | None = None
@@ -48,7 +54,7 @@ class Draft:
 
     def drafter(
         self,
-        target: CausalLM,
+        target: Model,
         target_cache: PagedKVCache,
         heads: tuple[Head, ...],
         *,
@@ -66,12 +72,30 @@ class Draft:
             slots, taken = target_cache.num_slots, target_cache.nbytes
             self.cache = make_cache(self.model, max_model_len, slots, page_size, beside=taken)
         return (DraftModel if self.own_cache else LayerSkipDraft)(
-            TorchEngine(self.model, self.cache or target_cache, heads, recorder),
+            make_engine(self.model, self.cache or target_cache, heads, recorder),
             target.spec.vocab_size,
             lookahead=lookahead,
             cache_window=window,
             prefill_chunk=prefill_chunk,
         )
+
+
+def plain_draft(draft: Any) -> Draft | None:
+    """What `draft=` names where that is no model: "none" or "lookup:N"; else None.
+
+    Raises
+    ------
+    ValueError
+        A lookup of no tokens.
+    """
+    if draft is None or draft == "none":
+        return Draft("none")
+    word, _, rest = draft.partition(":") if isinstance(draft, str) else ("", "", "")
+    if word != "lookup":
+        return None
+    if rest and (not rest.isdecimal() or int(rest) < 1):
+        raise ValueError(f"draft {draft!r}: write lookup or lookup:N, N at least 1 token")
+    return Draft(word, max_ngram=int(rest or 3))
 
 
 def load_draft(
@@ -91,13 +115,9 @@ def load_draft(
     FileNotFoundError
         Neither a folder nor one of the words.
     """
-    if draft is None or draft == "none":
-        return Draft("none")
+    if plain := plain_draft(draft):
+        return plain
     word, _, rest = draft.partition(":") if isinstance(draft, str) else ("", "", "")
-    if word == "lookup":
-        if rest and (not rest.isdecimal() or int(rest) < 1):
-            raise ValueError(f"draft {draft!r}: write lookup or lookup:N, N at least 1 token")
-        return Draft(word, max_ngram=int(rest or 3))
     if word == "skip":
         try:
             layers = [int(layer) for layer in rest.split(",")]
@@ -113,6 +133,7 @@ def load_draft(
     # Its tokens are the target's own, whatever text they stand for.
     if isinstance(draft, str | Path) and is_shared_draft(draft):
         return Draft("model", load_shared_draft(draft, target), own_cache=True)
+    assert draft is not None
     model = load_model(draft, dtype, device)
     if target_tokenizer is not None:
         draft_tokenizer = draft_tokenizer or load_tokenizer(draft)
@@ -171,22 +192,36 @@ def model_len(wanted: int | None, spec: ModelSpec) -> int:
     return wanted or spec.max_positions
 
 
+def make_engine(
+    model: Model, cache: PagedKVCache, heads: tuple[Head, ...], recorder: Recorder | None = None
+) -> Engine:
+    """The engine that runs a model; a compiled one has the heads it was built with."""
+    if isinstance(model, CompiledModel):
+        return GraphEngine(model.session, model.graph, cache, recorder)
+    return TorchEngine(model, cache, heads, recorder)
+
+
 def make_cache(
-    model: CausalLM,
+    model: Model,
     length: int,
     slots: int,
     page_size: int | None,
     num_pages: int | None = None,
     beside: int = 0,
 ) -> PagedKVCache:
-    """A cache for `slots` sequences of `length` tokens and a window past them."""
-    spec = model.spec
+    """A cache for `slots` sequences of `length` tokens and a window past them.
+
+    A compiled model's has the page size and the capacity it was built for.
+    """
+    spec, capacity = model.spec, length + MAX_GAMMA
+    if isinstance(model, CompiledModel):
+        page_size, capacity = model.graph.page_size, model.graph.capacity
     return PagedKVCache(
         num_layers=spec.num_layers,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         num_slots=slots,
-        capacity=length + MAX_GAMMA,
+        capacity=capacity,
         page_size=page_size,
         num_pages=num_pages,
         beside=beside,
@@ -195,7 +230,7 @@ def make_cache(
     )
 
 
-def make_recorder(target: CausalLM, draft: CausalLM | None) -> Recorder | None:
+def make_recorder(target: Model, draft: Model | None) -> Recorder | None:
     """What records the steps of a target and its draft; None where they cannot be recorded.
 
     That is on a CPU, and where CUDA's kernels do not take a model: torch stands in for them then,
@@ -207,7 +242,9 @@ def make_recorder(target: CausalLM, draft: CausalLM | None) -> Recorder | None:
     return CudaRecorder(target.device)
 
 
-def _kernels_take(model: CausalLM) -> bool:
+def _kernels_take(model: Model) -> bool:
+    if isinstance(model, CompiledModel):
+        return model.device.type == "cuda"
     spec = model.spec
     shape = (0, spec.num_kv_heads, 1, spec.head_dim)
     if model.device.type != "cuda":
@@ -215,9 +252,8 @@ def _kernels_take(model: CausalLM) -> bool:
     return cuda.takes(torch.empty(shape, dtype=model.dtype, device=model.device), spec.num_heads)
 
 
-def end_tokens(model: CausalLM, tokenizer: Any) -> frozenset[int]:
-    """End-of-sequence ids of the checkpoint's generation settings, or else of the tokenizer."""
-    generation = getattr(model.model, "generation_config", None)
+def end_tokens(generation: Any, tokenizer: Any) -> frozenset[int]:
+    """End-of-sequence ids of a checkpoint's generation settings, or else of the tokenizer."""
     ids = getattr(generation, "eos_token_id", None)
     if ids is None and tokenizer is not None:
         ids = tokenizer.eos_token_id

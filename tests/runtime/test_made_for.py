@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from dustin_trt import LLM, SamplingParams
 from dustin_trt.config import ConfigError, DustinConfig, default_config
+from dustin_trt.engines.base import Dense
 from dustin_trt.fingerprint import weights_fingerprint
 from dustin_trt.runtime import llm as llm_module
 from tests import tokenizer as text
@@ -24,7 +25,11 @@ class TestDraftWindow:
     PROMPT = ids(prompt(90))
 
     def drafter_window(self, **options) -> int | None:
-        return llm("good", policy="dense", **options).decoder.drafter.cache_window
+        return self.size(llm("good", policy="dense", **options))
+
+    def size(self, model) -> int | None:
+        reading = model.decoder.drafter.reading
+        return None if isinstance(reading, Dense) else reading.size
 
     def test_is_512_by_default(self):
         assert DustinConfig().draft_window == 512
@@ -41,7 +46,7 @@ class TestDraftWindow:
         assert self.drafter_window(config=config, draft_window=0) is None
         model = llm("good", config=config, draft_window=12)
         assert model.config.draft_window == 12
-        assert model.variant(draft_window=None).decoder.drafter.cache_window == 40
+        assert self.size(model.variant(draft_window=None)) == 40
 
     def test_changes_what_is_drafted(self):
         config = llm("good").config.replace(draft_window=6)

@@ -6,7 +6,7 @@ from typing import Any
 
 from dustin_trt.config import ModelSpec
 from dustin_trt.drafting import DraftModel
-from dustin_trt.engines.base import Engine
+from dustin_trt.engines.base import Engine, Window
 from dustin_trt.engines.torch_engine import TorchEngine
 from dustin_trt.models.causal_lm import CausalLM
 from dustin_trt.runtime.llm import LLM
@@ -33,7 +33,8 @@ def step_bytes(llm: LLM, *, rows: int, history: float, read: float) -> dict[str,
     w = 1
     if isinstance(drafter, DraftModel):
         w += decoder.gamma
-        window = history if drafter.cache_window is None else min(drafter.cache_window, history)
+        reading = drafter.reading
+        window = min(reading.size, history) if isinstance(reading, Window) else history
         model = _torch(drafter.engine).model
         cached = len(model.layers) / model.spec.num_layers * _kv_elements(model.spec) * size
         parts["draft"] = decoder.gamma * (_weight_bytes(model) + rows * window * cached)

@@ -1,0 +1,1 @@
+"""From a checkpoint and a configuration to engines: export, compile, manifest."""
