@@ -237,7 +237,9 @@ class StepGraph(BaseModel):
         if phase == "context" or self.role == "draft":
             columns = one
         found = {
-            "batch": one if phase == "context" else Sizes(1, self.max_batch, self.max_batch),
+            # Prefill runs one prompt. A profile that said so would make TensorRT keep the weights
+            # once more, in a layout of their own.
+            "batch": Sizes(1, 1 if phase == "context" else self.max_batch, self.max_batch),
             "window": Sizes(1, window, window),
             "columns": columns,
             "pages": Sizes(1, pages, pages),

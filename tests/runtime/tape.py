@@ -45,7 +45,9 @@ _TO_HOST = {"tolist", "numpy", "cpu", "__array__", "item", "__dlpack__"}
 
 
 def _tensors(*trees: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(trees) if isinstance(leaf, Tensor)]
+    """Every tensor but weights in oneDNN's layout, which have no storage and never change."""
+    leaves = (leaf for leaf in tree_leaves(trees) if isinstance(leaf, Tensor))
+    return [leaf for leaf in leaves if not leaf.is_mkldnn]
 
 
 def _place(x: Tensor) -> int:
