@@ -7,7 +7,8 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?= -q -n 2
 GPU_ARGS ?=
 MUTANTS_ARGS ?=
-CUDA_ARCHITECTURES ?= native
+# Where no GPU says which it is, the three that the kernels are written for.
+CUDA_ARCHITECTURES ?= $(if $(shell nvidia-smi -L 2>/dev/null),native,80-real;90a-real;100-real)
 NVCC ?= nvcc
 
 BIN := .venv/bin
@@ -79,7 +80,7 @@ sanitize: $(READY) ## Run the native tests under the address and undefined-behav
 	@[ ! -x build/sanitize/tests/tensorrt/test_plugins ] || build/sanitize/tests/tensorrt/test_plugins
 
 cuda plugins: export PATH := $(CURDIR)/$(BIN):$(PATH)
-cuda: $(READY) ## Build libdustin_cuda.so (CUDA_ARCHITECTURES="80-real;90a-real", default native; NVCC=nvcc)
+cuda: $(READY) ## Build libdustin_cuda.so (CUDA_ARCHITECTURES="80-real;90a-real", default this GPU; NVCC=nvcc)
 	@$(call build_with_nvcc,dustin_cuda,OFF)
 
 plugins: $(READY) ## Build libdustin_trt_plugins.so, likewise, over TensorRT's headers (TENSORRT_ROOT=folder)

@@ -59,7 +59,7 @@ def weights_fingerprint(folder: str | Path) -> dict[str, str]:
 
 
 def weight_files(folder: str | Path) -> list[Path]:
-    """The safetensors of a checkpoint folder, as transformers chooses them; none where there are none.
+    """The safetensors of a checkpoint folder, as transformers chooses them; may be none.
 
     Raises
     ------

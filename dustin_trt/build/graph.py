@@ -494,6 +494,4 @@ class _Writer:
 
 
 def _value(name: str, kind: TensorType) -> ir.Value:
-    return ir.Value(
-        name=name, shape=ir.Shape(kind.shape), type=ir.TensorType(_TYPES[kind.dtype])
-    )
+    return ir.Value(name=name, shape=ir.Shape(kind.shape), type=ir.TensorType(_TYPES[kind.dtype]))

@@ -231,7 +231,7 @@ def _import(backend: str) -> Any:
 
 
 def _logger(trt: Any) -> Any:
-    class Logger(trt.ILogger):  # type: ignore[misc]
+    class Logger(trt.ILogger):
         """Keeps what TensorRT says of errors."""
 
         def __init__(self) -> None:
@@ -252,7 +252,7 @@ def _logger(trt: Any) -> Any:
 
 
 def _monitor(trt: Any, connection: Any) -> Any:
-    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+    class Monitor(trt.IProgressMonitor):
         """Hands TensorRT's outermost phases on."""
 
         def __init__(self) -> None:

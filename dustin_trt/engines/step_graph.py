@@ -43,7 +43,7 @@ class Sizes(NamedTuple):
 
 
 class Shard(BaseModel):
-    """One of `size` ranks of tensor parallelism: a share of the KV heads and what goes with them."""
+    """One of `size` ranks of tensor parallelism: a share of the KV heads and what they need."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

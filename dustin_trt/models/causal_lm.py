@@ -59,8 +59,8 @@ def check_supported(config: PretrainedConfig, architecture: str) -> None:
     part = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
     if part not in (None, 1, 1.0):
         raise UnsupportedModelError(
-            f"{architecture} with partial_rotary_factor {part} is not supported: every dimension of "
-            "a head must be rotated"
+            f"{architecture} with partial_rotary_factor {part} is not supported: every "
+            "dimension of a head must be rotated"
         )
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind in ("dynamic", "longrope"):

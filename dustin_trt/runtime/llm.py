@@ -467,15 +467,17 @@ class LLM:
             return POLICIES[name](self.config)
         has_lookahead = self._draft.model is not None
         looks_ahead = has_lookahead and bool(self.config.draft_heads)
-        signal: Signal = options["signal"] or ("hybrid" if looks_ahead else "history")
-        if self._folder and signal != (built := self._folder.manifest.signal):
+        built = self._folder.manifest.signal if self._folder else None
+        signal: Signal = options["signal"] or built or ("hybrid" if looks_ahead else "history")
+        if built and signal != built:
             raise ConfigError(
-                f"this engine folder was built for signal {built!r}, not {signal!r}: "
-                + (
-                    "it needs the folder's own draft; or choose policy 'dense'"
-                    if options["signal"] is None
-                    else "leave signal out, or build it again"
-                )
+                f"this engine folder was built for signal {built!r}, not {signal!r}: leave signal "
+                "out, or build it again"
+            )
+        if built and built != "history" and not has_lookahead:
+            raise ConfigError(
+                f"this engine folder was built for signal {built!r}, which needs the folder's own "
+                "draft: leave draft out, or choose policy 'dense'"
             )
         if signal not in SIGNALS:
             raise ValueError(f"unknown signal {signal!r}; there are {', '.join(SIGNALS)}")

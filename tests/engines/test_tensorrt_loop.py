@@ -102,7 +102,9 @@ def test_recorded_steps_change_nothing(engines, by_torch, world):
 def test_dense_decoding(engines, models, world):
     dense = {"policy": "dense"}
     target, draft = models
-    torch_llm = LLM(target, draft, max_batch_size=3, max_model_len=128, prefill_chunk=32, **dense)
+    torch_llm = LLM(
+        target, draft, config=CONFIG, max_batch_size=3, max_model_len=128, prefill_chunk=32, **dense
+    )
     for variant in ({}, {"draft": "none"}):
         assert [tokens for tokens, *_ in found(compiled(engines, **dense, **variant))] == [
             tokens for tokens, *_ in found(torch_llm.variant(**variant, **dense))

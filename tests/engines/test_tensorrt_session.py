@@ -272,8 +272,8 @@ def test_a_wrong_input_is_named_also_after_right_ones(folder, world, change, say
 
 def test_a_size_out_of_the_phase_is_refused(folder):
     runner, bound = session(folder), caches()
-    with pytest.raises(ValueError, match="batch of 1–1 in the context phase"):
-        runner.run("context", inputs(bound, columns=1))
+    with pytest.raises(ValueError, match="columns of 1–1 in the context phase"):
+        runner.run("context", inputs(bound, columns=2))
     with pytest.raises(ValueError, match="window of 1–4 in the generation phase"):
         runner.run("generation", inputs(bound, window=5, columns=4))
 
