@@ -397,7 +397,7 @@ def test_help_teaches(capsys):
 def test_the_examples_of_the_help_are_understood():
     joined = parser._EXAMPLES.replace("\\\n", " ")
     commands = [line.split() for line in joined.splitlines() if "dustin-trt generate" in line]
-    assert len(commands) == 4
+    assert len(commands) == 5
     for command in commands:
         assert parser.build_parser().parse_args(command[1:]).command == "generate"
 

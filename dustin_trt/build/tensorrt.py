@@ -6,6 +6,7 @@ finds the library that it opens by a name which its wheel lacks.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
 import multiprocessing
@@ -175,6 +176,8 @@ def _compile(
     registry = trt.get_plugin_registry()
     if registry.load_library(plugins) is None:
         raise CompileError(f"{backend} cannot load the plugins {plugins}: {logger.last()}")
+    last_error = ctypes.CDLL(plugins).dustin_last_error  # of the plugins, which now are loaded
+    last_error.restype = ctypes.c_char_p
     builder = trt.Builder(logger)
     flags = trt.NetworkDefinitionCreationFlag
     strongly = 1 << int(flags.STRONGLY_TYPED) if hasattr(flags, "STRONGLY_TYPED") else 0
@@ -184,7 +187,7 @@ def _compile(
         said = parser.get_error(0)
         raise CompileError(
             f"{backend} refuses {Path(onnx).name} at {said.node_name() or 'its header'} "
-            f"({said.node_operator()}): {logger.first() or said.desc()}"
+            f"({said.node_operator()}): {last_error().decode() or logger.first() or said.desc()}"
         )
     config = builder.create_builder_config()
     config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
@@ -199,7 +202,8 @@ def _compile(
     engine = builder.build_serialized_network(network, config)
     del monitor
     if engine is None:
-        raise CompileError(f"{backend} could not build {Path(onnx).name}: {logger.first()}")
+        why = last_error().decode() or logger.first()
+        raise CompileError(f"{backend} could not build {Path(onnx).name}: {why}")
     partial = _partial(Path(output))
     with partial.open("wb") as file:
         file.write(engine)

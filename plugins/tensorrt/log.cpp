@@ -4,6 +4,8 @@
 #include <cstdio>
 #include <string>
 
+#include "status.h"
+
 namespace dustin::tensorrt {
 namespace {
 
@@ -14,6 +16,7 @@ std::atomic<nvinfer1::ILoggerFinder*> g_finder{nullptr};
 void use_logger_finder(nvinfer1::ILoggerFinder* finder) noexcept { g_finder = finder; }
 
 void log(Severity severity, const char* op, const char* message) noexcept {
+  if (message != dustin_last_error()) report(DUSTIN_INVALID_ARGUMENT, message);
   try {
     nvinfer1::ILoggerFinder* const finder = g_finder;
     if (nvinfer1::ILogger* const logger = finder ? finder->findLogger() : nullptr)

@@ -12,6 +12,7 @@ using Severity = nvinfer1::ILogger::Severity;
 // Whose logger to take; where there is none, lines go to stderr.
 void use_logger_finder(nvinfer1::ILoggerFinder* finder) noexcept;
 
+// dustin_last_error has the message as well: while a network is made TensorRT names no logger.
 void log(Severity severity, const char* op, const char* message) noexcept;
 
 // What `body` returns; where it throws, the reason is logged and `otherwise` returned: TensorRT's
