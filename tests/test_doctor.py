@@ -1,4 +1,6 @@
+import importlib.util
 import json
+import types
 from pathlib import Path
 
 import pytest
@@ -6,6 +8,10 @@ import torch
 
 from dustin_trt import ops
 from dustin_trt.cli import doctor, main, selfcheck
+from dustin_trt.engines import plugin_library as plugin_library_module
+from dustin_trt.engines import tensorrt_runtime
+from dustin_trt.engines.plugin_library import plugin_library
+from dustin_trt.engines.tensorrt_device import TensorRTError
 from dustin_trt.ops import cuda, native
 
 
@@ -18,7 +24,7 @@ def report():
 def test_every_backend_is_reported_with_what_to_do(report):
     assert list(report) == [
         "transformers", "torch on CPU", "torch on CUDA", "native CPU kernels", "CUDA kernels",
-        "TensorRT", "TensorRT-LLM", "Triton",
+        "TensorRT plugins", "TensorRT", "TensorRT-RTX", "TensorRT-LLM", "Triton",
     ]  # fmt: skip
     for finding in report.values():
         assert finding.works or (finding.why_not and finding.to_do)
@@ -45,9 +51,61 @@ def test_cuda_is_what_torch_says(report):
 
 
 def test_what_does_not_exist_yet_is_not_claimed(report):
-    for name in ("TensorRT", "TensorRT-LLM", "Triton"):
+    for name in ("TensorRT-LLM", "Triton"):
         assert not report[name].works and not report[name].generates
         assert "version" in report[name].why_not
+
+
+def test_the_plugin_library_is_named(report):
+    finding, path = report["TensorRT plugins"], plugin_library()
+    assert finding.works == (path is not None)
+    if path is None:
+        assert "make plugins" in finding.to_do
+    else:
+        assert str(path) in finding.detail
+
+
+@pytest.mark.parametrize("name", ["TensorRT", "TensorRT-RTX"])
+def test_a_compiler_that_is_not_installed(report, name):
+    if importlib.util.find_spec(name.lower().replace("-", "_")) is None:
+        assert report[name].detail == "not installed"
+        assert "dustin-trt[tensorrt-rtx]" in report[name].to_do or "10.14" in report[name].to_do
+
+
+def compiler(monkeypatch, module, plugins, *, gpu):
+    """What is found of a module that can be imported."""
+    fake = types.SimpleNamespace(__version__="10.14.1")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(tensorrt_runtime, "import_tensorrt", lambda _: fake)
+    monkeypatch.setattr(plugin_library_module, "plugin_library", lambda: plugins)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    return doctor._compiler("TensorRT", module, "install it")
+
+
+def test_a_compiler_without_plugins(monkeypatch):
+    finding = compiler(monkeypatch, "tensorrt", None, gpu=True)
+    assert not finding.works
+    assert "make plugins" in finding.why_not
+
+
+def test_only_rtx_works_without_a_gpu(monkeypatch):
+    finding = compiler(monkeypatch, "tensorrt", LIBRARY, gpu=False)
+    assert not finding.works and "NVIDIA GPU only" in finding.why_not
+    finding = compiler(monkeypatch, "tensorrt_rtx", LIBRARY, gpu=False)
+    assert finding.works and not finding.generates and "runs none" in finding.detail
+
+
+@pytest.mark.parametrize("problem", [None, TensorRTError("no driver"), ValueError("no plugin")])
+def test_a_compiler_is_tried_on_a_gpu(monkeypatch, problem):
+    def start(module, plugins):
+        assert (module, plugins) == ("tensorrt", LIBRARY)
+        if problem:
+            raise problem
+
+    monkeypatch.setattr(tensorrt_runtime, "runtime", start)
+    finding = compiler(monkeypatch, "tensorrt", LIBRARY, gpu=True)
+    assert finding.works == (problem is None)
+    assert finding.why_not == (str(problem) if problem else "")
 
 
 def test_the_native_kernels_are_what_the_package_says(report):

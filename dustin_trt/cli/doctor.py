@@ -169,20 +169,65 @@ def _native_cuda(name: str) -> Finding:
     return Finding(name, True, f"{found}; float16 and bfloat16, head sizes {cuda.HEAD_DIMS}")
 
 
+def _tensorrt_plugins(name: str) -> Finding:
+    from dustin_trt.engines.plugin_library import VARIABLE, fingerprint, plugin_library
+
+    if (path := plugin_library()) is None:
+        why = f"{VARIABLE} names none, and none was built"
+        to_do = "with nvcc and TensorRT's headers: make plugins, see docs/tensorrt.md"
+        return Finding(name, False, "no library", why, to_do)
+    return Finding(name, True, f"library {path}, fingerprint {fingerprint(path)}")
+
+
 def _tensorrt(name: str) -> Finding:
-    return _not_built_yet(name, "tensorrt", "no TensorRT engine")
+    return _compiler(
+        name, "tensorrt", "a container with TensorRT 10.14 or newer, see docs/tensorrt.md"
+    )
+
+
+def _tensorrt_rtx(name: str) -> Finding:
+    return _compiler(name, "tensorrt_rtx", "pip install 'dustin-trt[tensorrt-rtx]'")
+
+
+def _compiler(name: str, module: str, to_do: str) -> Finding:
+    """Whether it takes the plugins and, with a GPU, starts a runtime for engines."""
+    import torch
+
+    from dustin_trt.engines.plugin_library import require_plugins
+    from dustin_trt.engines.tensorrt_device import TensorRTError
+    from dustin_trt.engines.tensorrt_runtime import import_tensorrt, runtime
+
+    if importlib.util.find_spec(module) is None:
+        return Finding(name, False, "not installed", "engines are built and run by it", to_do)
+    found = f"{name} {import_tensorrt(module).__version__}"
+    try:
+        plugins = require_plugins()
+    except FileNotFoundError as error:
+        return Finding(name, False, found, str(error), "see TensorRT plugins")
+    if not torch.cuda.is_available():
+        if module == "tensorrt_rtx":
+            detail = f"{found}; builds engines for another machine's GPU, runs none without one"
+            return Finding(name, True, detail)
+        why = "it builds and runs engines on an NVIDIA GPU only"
+        return Finding(name, False, found, why, "see torch on CUDA above")
+    try:
+        runtime(module, plugins)
+    except (TensorRTError, ValueError) as error:
+        return Finding(name, False, found, str(error), "correct what it names")
+    return Finding(name, True, f"{found}; loaded the plugins and started")
 
 
 def _tensorrt_llm(name: str) -> Finding:
-    return _not_built_yet(name, "tensorrt_llm", "no TensorRT-LLM model")
-
-
-def _not_built_yet(name: str, module: str, lacking: str) -> Finding:
     # Looked up, not imported: importing TensorRT-LLM takes long and starts MPI.
-    installed = importlib.util.find_spec(module) is not None
-    detail = f"{name} {_version(module) or 'of unknown version'}" if installed else "not installed"
-    why = f"this version of dustin-trt has {lacking} yet"
-    return Finding(name, False, detail, why, "nothing: installing it would not help")
+    installed = importlib.util.find_spec("tensorrt_llm") is not None
+    detail = f"{name} {_version('tensorrt_llm') or 'of unknown version'}"
+    return Finding(
+        name,
+        False,
+        detail if installed else "not installed",
+        "this version of dustin-trt does not run inside its executor",
+        "build TensorRT engines: dustin-trt build",
+    )
 
 
 def _triton(name: str) -> Finding:
@@ -202,7 +247,9 @@ CHECKS: dict[str, Callable[[str], Finding]] = {
     "torch on CUDA": _torch_cuda,
     "native CPU kernels": _native_cpu,
     "CUDA kernels": _native_cuda,
+    "TensorRT plugins": _tensorrt_plugins,
     "TensorRT": _tensorrt,
+    "TensorRT-RTX": _tensorrt_rtx,
     "TensorRT-LLM": _tensorrt_llm,
     "Triton": _triton,
 }

@@ -11,7 +11,7 @@ import onnx
 import pytest
 from onnx import TensorProto
 
-from dustin_trt.build.build import Options, build_engines, compile_graphs, export_graphs, plan
+from dustin_trt.build.build import Options, build_engines, export_graphs, plan
 from dustin_trt.build.tensorrt import CompileError, compile_graph
 from dustin_trt.engines.manifest import Manifest
 from dustin_trt.engines.plugin_library import fingerprint, plugin_library
@@ -153,9 +153,15 @@ def _input(name: str, dtype: int | None = None, shape: dict[int, int] | None = N
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (_set("DustinSrhScore", "kv_heads", [0] * 11 + [2]), "field 'kv_heads' has 2, the caches have 2"),
+        (
+            _set("DustinSrhScore", "kv_heads", [0] * 11 + [2]),
+            "'kv_heads' has 2, the caches have 2",
+        ),
         (_set("DustinSrhScore", "scale", None), "field 'scale' is missing"),
-        (_set("DustinSrhScore", "heads_per_cache", [0, 12]), "field 'heads_per_cache' has 0: write 1"),
+        (
+            _set("DustinSrhScore", "heads_per_cache", [0, 12]),
+            "'heads_per_cache' has 0: write 1",
+        ),
         (_set("DustinSelectTokens", "budget", 0), "field 'budget' is 0: write more than"),
         (_set("DustinSelectTokens", "sink", [1, 2]), "field 'sink' has 2 numbers: write one int32"),
         (_set("DustinSparseAttention", "scale", 2), "field 'scale' has another type"),
