@@ -50,6 +50,12 @@ def add_build(commands: Any) -> argparse.ArgumentParser:
         description=_BUILD,
         epilog=_EXAMPLES,
     )
+    add_build_arguments(command)
+    return command
+
+
+def add_build_arguments(command: argparse.ArgumentParser) -> None:
+    """Add what `build.build.build_engines` takes, and --quiet."""
     add = command.add_argument_group("what").add_argument
     add("--target", required=True, type=Path, metavar="DIR", help="folder of a checkpoint")
     add("--draft", type=Path, metavar="DIR", help="folder of a draft model (default: none)")
@@ -107,4 +113,3 @@ def add_build(commands: Any) -> argparse.ArgumentParser:
     add("--chunk", type=int, default=512, metavar="N", help="prompt tokens a pass (default 512)")
     add("--page-size", type=int, default=64, metavar="N", help="tokens a cache page (default 64)")
     command.add_argument("--quiet", action="store_true", help="no progress, no summary")
-    return command
