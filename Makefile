@@ -23,7 +23,7 @@ COMPILER := $(shell for c in $${CXX:-c++ g++ clang++}; do command -v $$c && brea
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-reference emulated mutants sanitize cuda plugins cuda-check gpu gpu-dry lint clean
+.PHONY: help setup demo test test-reference emulated mutants sanitize cuda plugins cuda-check tensorrt-check gpu gpu-dry lint clean
 
 help: ## Say what there is (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -102,6 +102,11 @@ cuda-check: $(CUDA_CHECKS) ## Compile the CUDA kernels with the packaged nvcc an
 $(CUDA_CHECKS): $(READY)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[cuda-checks]'
 	@touch $@
+
+tensorrt-check: plugins ## Build engines with TensorRT-RTX, which takes no GPU, and the real plugins
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[tensorrt-rtx]'
+	@$(BIN)/python -m dustin_trt.evaluation.assets
+	@$(BIN)/python -m pytest $(PYTEST_ARGS) tests/build/test_tensorrt_rtx.py tests/tensorrt
 
 # Neither makes .venv: a GPU machine runs this on the Python that has its torch, without network.
 gpu: ## On a machine with an NVIDIA GPU: build, test, measure, write benchmarks/results (PYTHON=python3)

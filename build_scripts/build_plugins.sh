@@ -18,9 +18,9 @@ newer (nvcc) and the headers of the TensorRT that will load it: no TensorRT libr
                         from elsewhere the variable DUSTIN_TRT_PLUGINS names it)
   --jobs N              compilers at a time (default: one a processor)
 
-In a container with TensorRT 10.14 or newer:
+In an IMAGE that has CUDA, CMake and TensorRT 10.14 or newer:
 
-  docker run --rm -v "$PWD:/dustin-trt" -w /dustin-trt nvcr.io/nvidia/tensorrt:25.11-py3 \
+  docker run --rm -v "$PWD:/dustin-trt" -w /dustin-trt IMAGE \
       build_scripts/build_plugins.sh --architectures 90a-real
 END
 }
