@@ -14,8 +14,8 @@ newer (nvcc) and the headers of the TensorRT that will load it: no TensorRT libr
                         (default: TENSORRT_ROOT, then where packages install it)
   --architectures LIST  compute capabilities (default: 80-real;90a-real;100-real: Ampere and newer
                         consumer GPUs, Hopper, data-centre Blackwell)
-  --output DIR          where the library goes (default: dustin_trt/lib, where the package finds it;
-                        from elsewhere the variable DUSTIN_TRT_PLUGINS names it)
+  --output DIR          copy the library there, too (the package finds its own in dustin_trt/lib;
+                        another one by the variable DUSTIN_TRT_PLUGINS)
   --jobs N              compilers at a time (default: one a processor)
 
 In an IMAGE that has CUDA, CMake and TensorRT 10.14 or newer:
@@ -57,7 +57,7 @@ cmake -S . -B $build -DDUSTIN_CUDA=ON -DDUSTIN_TENSORRT=ON -DCMAKE_CUDA_COMPILER
 cmake --build $build --target dustin_trt_plugins -j "$jobs"
 library=$PWD/dustin_trt/lib/libdustin_trt_plugins.so
 if [[ -n $output && $output != "$PWD/dustin_trt/lib" ]]; then
-  mv "$library" "$output/"
+  cp "$library" "$output/"
   library=$output/libdustin_trt_plugins.so
 fi
 echo "$library"
