@@ -65,11 +65,18 @@ def _decode(setting: Setting) -> None:
     measure(setting)
 
 
+def _engine(setting: Setting) -> None:
+    from benchmarks.gpu.engine import measure
+
+    measure(setting)
+
+
 SECTIONS: dict[str, Callable[[Setting], None]] = {
     "ceilings": _ceilings,
     "layer": _layer,
     "prefill": _prefill,
     "decode": _decode,
+    "engine": _engine,
 }
 
 

@@ -28,6 +28,18 @@ class Decode:
 
 
 @dataclass(frozen=True)
+class Engine:
+    """A target with random weights, exported and compiled."""
+
+    shape: Shape
+    context: int
+    batch: int
+    chunk: int
+    budget: int
+    w: int = 5
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything that `measure` does.
 
@@ -42,6 +54,7 @@ class Plan:
     layers: tuple[tuple[int, int], ...]
     prefill: tuple[tuple[int, int], ...]
     decode: Decode
+    engine: Engine
     budget: int = 512
     gamma: int = 4
     sink: int = 4
@@ -64,6 +77,7 @@ GPU = Plan(
     layers=((16384, 8), (32768, 16)),
     prefill=((0, 4096), (16384, 2048)),
     decode=Decode(SHAPES["qwen2.5-7b"], SHAPES["qwen2.5-0.5b"], context=32768, batch=16),
+    engine=Engine(SHAPES["smollm2-135m"], context=4096, batch=8, chunk=512, budget=512),
 )
 
 
@@ -82,6 +96,7 @@ REHEARSAL = Plan(
     decode=Decode(
         _TARGET, _DRAFT, context=96, batch=2, budget=40, draft_window=32, steps=3, rounds=1
     ),
+    engine=Engine(_TARGET, context=96, batch=2, chunk=32, budget=40),
     budget=40,
     rounds=1,
     l2=1 << 12,

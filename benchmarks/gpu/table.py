@@ -84,7 +84,7 @@ def _timed(rows: list[Row]) -> list[Row]:
     return [row for row in rows if row.get("seconds")]
 
 
-_SECTIONS = ("ceilings", "layer", "prefill", "decode")
+_SECTIONS = ("ceilings", "layer", "prefill", "decode", "engine")
 
 
 def _order(row: Row) -> tuple[int, int, int]:

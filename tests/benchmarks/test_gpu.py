@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import gpu, model
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import building, decode, machine, measure, phases, record, rows
+from benchmarks.gpu import building, decode, engine, machine, measure, phases, record, rows
 from benchmarks.gpu.floors import add_floors, ceilings
 from benchmarks.gpu.plan import GPU, REHEARSAL
 from benchmarks.gpu.table import print_table, print_targets
@@ -40,7 +40,7 @@ def in_process(monkeypatch):
 
 def test_a_rehearsal_runs_everything_and_times_nothing(in_process, tmp_path, capsys):
     assert command.main(["--rehearse", "--results", str(tmp_path)]) == 0
-    sections = ("ceilings", "layer", "prefill", "decode")
+    sections = ("ceilings", "layer", "prefill", "decode", "engine")
     assert in_process == ["tests/gpu", *(f"measure {section}" for section in sections)]
     printed = capsys.readouterr().out
     assert "REHEARSAL" in printed and not {"met", "missed"} & {*printed.split()}
@@ -58,7 +58,8 @@ def test_a_rehearsal_runs_everything_and_times_nothing(in_process, tmp_path, cap
         "decode, Dustin", "torch dense, w=5: FlashAttention, folded, history only",
         "torch dense, w=1: FlashAttention, folded", "torch dense, w=5: FlashAttention, enable_gqa",
         "torch dense, w=5: FlashAttention, repeated",
-        "torch dense, prefill: FlashAttention, enable_gqa",
+        "torch dense, prefill: FlashAttention, enable_gqa", "engine, context pass",
+        "engine, generation pass",
     } <= names  # fmt: skip
     assert all(target["measured"] is not None for target in kept["targets"])
 
@@ -70,6 +71,47 @@ def test_results_folder_of_a_rehearsal_is_not_that_of_the_benchmarks(monkeypatch
     command.main(["--rehearse"])
     assert set(record.RESULTS.iterdir()) == before
     assert [path.suffix for path in tmp_path.iterdir() if path.is_file()] == [".json"]
+
+
+@pytest.mark.parametrize(
+    ("installed", "plugins", "backend", "why"),
+    [
+        ((), None, None, "onnx is not installed"),
+        (("onnx", "onnx_ir", "ml_dtypes"), None, None, "plugins were not built"),
+        (("onnx", "onnx_ir", "ml_dtypes"), "x.so", None, "TensorRT is not installed"),
+        (("onnx", "onnx_ir", "ml_dtypes", "tensorrt_rtx"), "x.so", "tensorrt-rtx", ""),
+        (("onnx", "onnx_ir", "ml_dtypes", "tensorrt_rtx", "tensorrt"), "x.so", "tensorrt", ""),
+    ],
+)
+def test_why_there_are_no_engines(monkeypatch, installed, plugins, backend, why):
+    from dustin_trt.engines import plugin_library
+
+    monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: name in installed)
+    monkeypatch.setattr(plugin_library, "plugin_library", lambda: plugins)
+    chosen, said = engine.choose(rehearsal=False)
+    assert chosen == backend and why in said and bool(said) == (backend is None)
+
+
+def test_engines_that_cannot_be_built_are_no_failure(tmp_path, monkeypatch, in_process, capsys):
+    monkeypatch.setattr(engine, "choose", lambda _: (None, "TensorRT is not installed"))
+    command.main(["--rehearse", "--only", "measure", "--results", str(tmp_path)])
+    assert "engine: skipped: TensorRT is not installed" in capsys.readouterr().out
+
+
+def test_a_wrong_engine_is_not_timed(tmp_path, monkeypatch, in_process, capsys):
+    passes = engine._passes
+    calls = []
+
+    def wrong(*arguments):
+        logits = passes(*arguments)
+        calls.append(logits)
+        if len(calls) == 1:  # of the engine
+            logits["verification"][-1, -1, 0] += 1.0
+        return logits
+
+    monkeypatch.setattr(engine, "_passes", wrong)
+    assert command.main(["--rehearse", "--only", "measure", "--results", str(tmp_path)]) == 1
+    assert "verification of the engine is off by" in capsys.readouterr().out
 
 
 def test_a_wrong_op_is_not_timed_and_fails_its_section(in_process, tmp_path, monkeypatch, capsys):
@@ -331,5 +373,6 @@ def test_plans_are_what_the_issue_asks_for():
     assert (GPU.target.num_layers, GPU.target.num_heads, GPU.target.num_kv_heads) == (80, 64, 8)
     assert (GPU.decode.target.hidden_size, GPU.decode.target.vocab_size) == (3584, 152064)
     assert REHEARSAL.decode.target.num_layers < 5
-    assert sum(command.SECONDS.values()) - command.SECONDS["build"] <= 480
+    others = {"build", "engine"}  # engines take theirs only where TensorRT is
+    assert sum(s for name, s in command.SECONDS.items() if name not in others) <= 480
     assert gpu.__doc__ and "make gpu" in gpu.__doc__
